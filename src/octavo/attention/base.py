@@ -1,0 +1,83 @@
+"""The attention contract: plan once a step from sizes known on the CPU, run once a layer, never sync the device.
+
+A backend owns the KV cache tensors of its layers and the layout inside them. `plan` gets a `StepBatch` (gathered on the
+device from the slot tables) and returns an `Attend`, which writes this step's keys and values into the cache and attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.protocol.step import Int32
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's rows. Device tensors end in what they are indexed by; `cpu_*` are the numpy originals for planning.
+
+    Rows are ordered decodes first (`num_decodes` rows with count 1), then prompt chunks.
+    """
+
+    cpu_start: Int32
+    """[rows] first position computed."""
+    cpu_count: Int32
+    """[rows] tokens computed."""
+    num_decodes: int
+    num_tokens: int
+    max_context: int
+    token_ids: torch.Tensor
+    """[tokens] int64."""
+    positions: torch.Tensor
+    """[tokens] int64."""
+    row_of_token: torch.Tensor
+    """[tokens] int64: which row a token belongs to."""
+    block_tables: torch.Tensor
+    """[rows, max_blocks] int32: physical blocks, padded with the null block 0."""
+    cache_slots: torch.Tensor
+    """[tokens] int64: block * block_size + offset, where each token's K and V go."""
+    context_lens: torch.Tensor
+    """[rows] int32: start + count."""
+
+
+class Attend(Protocol):
+    """Attention of one step, called by each layer of the model."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Store k, v in the cache, then attend causally over each row's context.
+
+        Args:
+            q: [tokens, heads, head_dim], rotated.
+            k, v: [tokens, kv_heads, head_dim], k rotated.
+
+        Returns:
+            [tokens, heads, head_dim]
+        """
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer's attention needs to know."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    """A token sees itself and the `sliding_window - 1` before it."""
+    soft_cap: float | None = None
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    @staticmethod
+    def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int: ...
+
+    def plan(self, batch: StepBatch) -> Attend: ...
+
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy whole blocks in every layer; all reads happen before any write."""

@@ -1,0 +1,98 @@
+"""The resolved configuration: frozen, picklable, complete. Produced by resolve.py only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DTypeName = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What there is to run on. Detected once by device.py."""
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    total_bytes: int
+    free_bytes: int
+    threads: int
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, as the engine needs to know it."""
+
+    path: str
+    """Local folder or .gguf file."""
+    name: str
+    """What the user called it."""
+    hf_config: dict[str, Any]
+    """config.json, or its equivalent made from GGUF metadata."""
+    architecture: str
+    dtype: DTypeName
+    max_model_len: int
+    auto_max_model_len: bool
+    """Shrink max_model_len to what fits instead of refusing to start."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    load_format: str
+    seed: int
+    max_logprobs: int
+    logprobs_mode: str
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int
+    memory_utilization: float
+    memory_bytes: int | None
+    num_blocks_override: int | None
+    dtype: DTypeName
+    prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
+    policy: Literal["fcfs", "priority", "fair"]
+    target_step_ms: float | None
+    long_prefill_token_threshold: int
+    max_waiting: int
+    inflight: int
+    """Steps launched ahead of the one being settled (k): 0 is synchronous."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+
+@dataclass(frozen=True)
+class ReliabilityConfig:
+    restarts: int
+    hang_timeout: float
+    """Seconds."""
+    scripted_model: str | None
+    """Tests: path of the script for the scripted worker."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine process needs. The frontend has the same object."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: DeviceInfo
+    parallel: ParallelConfig
+    reliability: ReliabilityConfig
+    enforce_eager: bool = False
+    warnings: tuple[str, ...] = field(default=())
+    """One line each, shown once at start."""

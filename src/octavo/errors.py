@@ -1,0 +1,55 @@
+"""Every error a user can meet, by whose fault it is. Messages say what was given, what is allowed and what to do.
+
+The HTTP layer maps these to status codes, the CLI prints the message alone and exits non-zero.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of everything Octavo raises on purpose."""
+
+
+class InvalidRequest(OctavoError, ValueError):
+    """A request cannot be served as asked (HTTP 400). `param` names the offending field; `code` is machine readable."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFound(OctavoError):
+    """The model name matches neither a path, a served name nor a hub repository (HTTP 404 when asked over HTTP)."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class CheckpointError(OctavoError):
+    """A model file is missing, truncated, corrupt or of the wrong shape. The message names the file and the tensor."""
+
+
+class UnsupportedModel(OctavoError):
+    """The architecture or format is known not to run here."""
+
+
+class NotYet(OctavoError):
+    """Something documented elsewhere that Octavo does not do yet (HTTP 501)."""
+
+
+class Overloaded(OctavoError):
+    """The bounded queue is full (HTTP 429). `retry_after` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDead(OctavoError):
+    """The engine process is gone and could not be restarted."""
+
+
+class RequestFailed(OctavoError):
+    """One request failed inside the engine (HTTP 500); every other request went on."""

@@ -1,0 +1,231 @@
+"""What a caller may ask of a generation, and the rules it must keep.
+
+`SamplingParams` is public and has the names, defaults and validation of the field's de-facto standard. It is a msgspec
+struct so that it crosses process boundaries as it is. Everything that needs the model (vocabulary size, context length,
+max_logprobs) is checked by the frontend at the door, not here.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+
+GREEDY_EPSILON = 1e-5
+"""Temperatures below this mean greedy decoding."""
+MIN_TEMPERATURE = 1e-2
+"""Smaller (non-greedy) temperatures are raised to this: dividing by less overflows half precision."""
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each streamed `RequestOutput` holds: everything so far, only the new part, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+    """Exactly one of json, regex, choice, grammar, json_object, structural_tag constrains the output."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [k for k in kinds if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs needs exactly one of {', '.join(kinds)}; got {', '.join(given) or 'none'}.",
+                param="structured_outputs",
+            )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", param=name)
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}.", param=name)
+    return value
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(f"{name} must be a list of token ids, got {type(value).__name__}.", param=name)
+    return [_integer(name, v) for v in value]
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
+    """How to turn logits into tokens, and when to stop.
+
+    Defaults and rules follow OpenAI and vLLM. `max_tokens=None` means up to the context limit; temperature below 1e-5 is
+    greedy; `top_k` 0 or -1 is off; `seed=None` draws a fresh seed at admission.
+
+    Raises:
+        InvalidRequest: a value outside its range; `.param` names the field.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    # Filled in by the frontend, never by a user.
+    bad_words_token_ids: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self._coerce()
+        self._verify()
+        if self.temperature < GREEDY_EPSILON:
+            if self.n > 1:
+                raise InvalidRequest(f"n must be 1 when using greedy sampling (temperature 0), got n={self.n}.", param="n")
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+
+    def _coerce(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            setattr(self, name, _integer(name, getattr(self, name)))
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
+            setattr(self, name, _number(name, getattr(self, name)))
+        for name in ("max_tokens", "seed", "stream_interval"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, _integer(name, value))
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                setattr(self, name, 1 if value else None)
+            elif value is not None:
+                setattr(self, name, _integer(name, value))
+        if self.seed == -1:
+            self.seed = None
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        elif self.stop is not None:
+            self.stop = list(self.stop)
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, _token_ids(name, value))
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise InvalidRequest("logit_bias must map token ids to numbers.", param="logit_bias")
+            try:
+                self.logit_bias = {
+                    int(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()
+                }
+            except (TypeError, ValueError) as e:
+                if isinstance(e, InvalidRequest):
+                    raise
+                raise InvalidRequest(f"logit_bias keys must be token ids: {e}.", param="logit_bias") from None
+
+    def _verify(self) -> None:
+        def require(ok: bool, param: str, rule: str) -> None:
+            if not ok:
+                raise InvalidRequest(f"{param} {rule}, got {getattr(self, param)!r}.", param=param)
+
+        require(self.n >= 1, "n", "must be at least 1")
+        require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
+        require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
+        require(self.repetition_penalty > 0.0, "repetition_penalty", "must be greater than 0")
+        require(self.temperature >= 0.0, "temperature", "must be non-negative")
+        require(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
+        require(self.top_k >= -1, "top_k", "must be 0 or -1 (off), or at least 1")
+        require(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        require(self.min_tokens >= 0, "min_tokens", "must be non-negative")
+        require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"must be at most max_tokens={self.max_tokens}",
+        )
+        require(self.logprobs is None or self.logprobs >= -1, "logprobs", "must be non-negative, or -1 for all")
+        require(self.prompt_logprobs is None or self.prompt_logprobs >= -1, "prompt_logprobs", "must be non-negative, or -1 for all")
+        require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in a signed 64-bit integer")
+        require(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "must be at least 1")
+        for s in self.stop or ():
+            if not isinstance(s, str) or not s:
+                raise InvalidRequest(f"stop must hold non-empty strings, got {s!r}.", param="stop")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop strings need detokenize=True.", param="stop")
+        for w in self.bad_words or ():
+            if not isinstance(w, str) or not w:
+                raise InvalidRequest(f"bad_words must hold non-empty strings, got {w!r}.", param="bad_words")
+        require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        return self.stop if isinstance(self.stop, list) else []
+
+    def clone(self) -> SamplingParams:
+        return copy.deepcopy(self)
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """Beam search: keep the `beam_width` most likely continuations, ranked by logprob / length**length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if self.beam_width < 1:
+            raise InvalidRequest(f"beam_width must be at least 1, got {self.beam_width}.", param="beam_width")
+        if self.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True):
+    """What a pooling (embedding, classification, scoring) request may ask for."""
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    task: str | None = None

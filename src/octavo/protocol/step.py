@@ -1,0 +1,97 @@
+"""The one step contract between the core (which plans) and the workers (which compute).
+
+There is no prefill batch and no decode batch. A step is *some tokens of some requests*: a prompt chunk, a decode, the rest of
+a cache hit. A request keeps one slot (one row of every device-side table) from admission to end. Token ids stay on the device:
+the worker writes a sampled token into its slot's row, and the next step reads it there, so the core may plan step N+1 before
+it has seen the tokens of step N.
+
+Lifetimes: a slot, block or copy source named by step N is not reused before step N has been settled (step-fenced frees).
+Order inside a step: slot resets and table diffs, block copies, forward, sampling.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from octavo.protocol.engine import LogprobRow
+from octavo.protocol.params import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+
+class SlotInit(msgspec.Struct):
+    """A request enters a slot (first admission, or resume after preemption).
+
+    `token_ids` are all known tokens: the prompt, then `len(token_ids) - num_prompt_tokens` outputs. `block_ids` is its whole
+    block table so far (shared prefix blocks, a copied partial block, fresh ones).
+    """
+
+    slot: int
+    token_ids: Int32
+    num_prompt_tokens: int
+    block_ids: Int32
+    sampling: SamplingParams
+    """With `seed` set."""
+    index: int
+    """Sibling index: the random number of a token depends on (seed, index, position) alone."""
+    eos_token_ids: list[int]
+    adapter: str = ""
+
+
+class StepPlan(msgspec.Struct):
+    """What to compute in one step. All arrays are 1-D int32 and describe scheduled rows in one order, decodes first.
+
+    For row r: tokens `start[r] .. start[r] + count[r] - 1` (positions in the sequence) of the request in `slots[r]` are
+    computed. Where `sample[r]` is true the chunk ends at the last known token and one new token is sampled at position
+    `start[r] + count[r]`.
+    """
+
+    step_id: int
+    init: list[SlotInit]
+    free_slots: Int32
+    """Slots whose request has left; the worker may drop what it keeps for them. May be reused by `init` of the same plan."""
+    slots: Int32
+    start: Int32
+    count: Int32
+    sample: Bool
+    table_slots: Int32
+    """Block-table diffs: block_table[table_slots[i], table_index[i]] = table_blocks[i]."""
+    table_index: Int32
+    table_blocks: Int32
+    copy_src: Int32
+    """Whole-block copies (copy-on-write) to make before the forward pass."""
+    copy_dst: Int32
+    num_tokens: int
+    """sum(count)."""
+    max_context: int
+    """max(start + count): an upper bound known without a device sync."""
+
+
+class StepResult(msgspec.Struct):
+    """What one step produced. `tokens[i]` is the token sampled for `slots[i]` (the rows with sample=True, in plan order)."""
+
+    step_id: int
+    slots: Int32
+    tokens: Int32
+    counts: Int32 | None = None
+    """Tokens a slot when some step yields other than one (speculation): `tokens` is then their concatenation."""
+    logprobs: dict[int, list[LogprobRow]] | None = None
+    """By slot, for requests that asked."""
+    prompt_logprobs: dict[int, list[LogprobRow]] | None = None
+    """By slot: rows for prompt tokens start+1 .. of this chunk, in order (a token is scored by the position before it)."""
+    errors: dict[int, str] | None = None
+    """By slot: this request failed in this step (NaN logits, ...); no token of it counts."""
+    step_seconds: float = 0.0
+    """Device time of the step, for the scheduler's learned step-time model."""
+
+
+class CacheShape(msgspec.Struct):
+    """What the worker measured, and the core builds its pool from."""
+
+    num_blocks: int
+    """Physical blocks including the reserved null block 0."""
+    block_size: int
+    bytes_per_block: int
