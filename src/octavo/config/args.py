@@ -57,7 +57,9 @@ class EngineArgs:
     skip_tokenizer_init: bool = setting(False, "Start without a tokenizer: token ids in, token ids out.", group="model")
     revision: str | None = setting(None, "Hub revision (branch, tag or commit).", group="model")
     download_dir: str | None = setting(None, "Where hub downloads go. Default: the hub's own cache.", group="model")
-    trust_remote_code: bool = setting(False, "Octavo never runs code from a checkpoint; accepted and ignored.", group="model", status="ignored")
+    trust_remote_code: bool = setting(
+        False, "Octavo never runs code from a checkpoint; accepted and ignored.", group="model", status="ignored"
+    )
     hf_token: str | None = setting(None, "Token for private hub repositories.", group="model")
     hf_overrides: dict[str, Any] = setting({}, "JSON: values that replace entries of the model's config.json.", group="model")
     dtype: str = setting(
@@ -66,51 +68,88 @@ class EngineArgs:
         group="model",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
-    quantization: str | None = setting(None, "Weight format. Default: what the checkpoint says.", group="model", short="q", status="not yet")
+    quantization: str | None = setting(
+        None, "Weight format. Default: what the checkpoint says.", group="model", short="q", status="not yet"
+    )
     load_format: str = setting(
-        "auto", "How weights are read; dummy makes random ones from config.json alone.", group="model", choices=("auto", "safetensors", "gguf", "dummy")
+        "auto",
+        "How weights are read; dummy makes random ones from config.json alone.",
+        group="model",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     max_model_len: int | str | None = setting(
-        None, "Longest prompt + output, in tokens (8k, 8K). auto: the longest that fits in memory. Default: the model's own.", group="model", size=True
+        None,
+        "Longest prompt + output, in tokens (8k, 8K). auto: the longest that fits in memory. Default: the model's own.",
+        group="model",
+        size=True,
     )
     seed: int = setting(0, "Seed for dummy weights and for requests' own seeds.", group="model")
-    generation_config: str = setting("auto", "Default sampling parameters: auto (the model's generation_config.json), vllm or none (ours), or a folder.", group="model")
+    generation_config: str = setting(
+        "auto", "Default sampling parameters: auto (the model's generation_config.json), vllm or none (ours), or a folder.", group="model"
+    )
     override_generation_config: dict[str, Any] = setting({}, "JSON: default sampling parameters that win over the model's.", group="model")
     max_logprobs: int = setting(20, "Most logprobs a request may ask for; -1 is no limit.", group="model")
-    logprobs_mode: str = setting("raw_logprobs", "Logprobs before (raw) or after (processed) penalties, temperature and masks.", group="model", choices=("raw_logprobs", "processed_logprobs"))
+    logprobs_mode: str = setting(
+        "raw_logprobs",
+        "Logprobs before (raw) or after (processed) penalties, temperature and masks.",
+        group="model",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
 
     # Cache
     block_size: int = setting(16, "Tokens in a KV-cache block.", group="cache")
     gpu_memory_utilization: float = setting(0.9, "Fraction of the GPU's memory this instance may use, all together.", group="cache")
-    kv_cache_memory_bytes: int | None = setting(None, "Size of the KV cache in bytes (2g, 2G); the fraction is then ignored.", group="cache", size=True)
-    cpu_kvcache_space: float | None = setting(None, "Size of the KV cache in GiB when running on a CPU. Default: from free memory.", group="cache")
+    kv_cache_memory_bytes: int | None = setting(
+        None, "Size of the KV cache in bytes (2g, 2G); the fraction is then ignored.", group="cache", size=True
+    )
+    cpu_kvcache_space: float | None = setting(
+        None, "Size of the KV cache in GiB when running on a CPU. Default: from free memory.", group="cache"
+    )
     num_gpu_blocks_override: int | None = setting(None, "Use exactly this many KV blocks (for tests).", group="cache")
     kv_cache_dtype: str = setting("auto", "KV cache element type.", group="cache", choices=("auto", "float32", "float16", "bfloat16"))
     enable_prefix_caching: bool = setting(True, "Reuse the KV cache of equal prompt prefixes.", group="cache")
-    swap_space: float = setting(4.0, "Preempted requests are recomputed, not swapped; accepted and ignored.", group="cache", status="ignored")
+    swap_space: float = setting(
+        4.0, "Preempted requests are recomputed, not swapped; accepted and ignored.", group="cache", status="ignored"
+    )
     cpu_offload_gb: float = setting(0.0, "Weights kept in host memory, GiB.", group="cache", status="not yet")
 
     # Scheduler
     max_num_seqs: int | None = setting(None, "Most sequences running at once. Default: 256, on a CPU 64.", group="scheduler")
-    max_num_batched_tokens: int | None = setting(None, "Token budget of a step. Default: 8192 on a GPU, 2048 on a CPU.", group="scheduler", size=True)
+    max_num_batched_tokens: int | None = setting(
+        None, "Token budget of a step. Default: 8192 on a GPU, 2048 on a CPU.", group="scheduler", size=True
+    )
     enable_chunked_prefill: bool = setting(True, "Split long prompts over steps, mixed with decodes.", group="scheduler")
     scheduling_policy: str = setting("fcfs", "Order of waiting requests.", group="scheduler", choices=("fcfs", "priority", "fair"))
-    target_step_ms: float | None = setting(None, "Size prompt chunks so that a step with decodes lasts about this long. Default: off on a GPU, 250 on a CPU.", group="scheduler")
+    target_step_ms: float | None = setting(
+        None,
+        "Size prompt chunks so that a step with decodes lasts about this long. Default: off on a GPU, 250 on a CPU.",
+        group="scheduler",
+    )
     max_waiting: int = setting(1024, "Requests that may wait before the server answers 429.", group="scheduler")
-    async_scheduling: bool | None = setting(None, "Plan step N+1 while step N runs. Default: on for a GPU, off for a CPU.", group="scheduler")
+    async_scheduling: bool | None = setting(
+        None, "Plan step N+1 while step N runs. Default: on for a GPU, off for a CPU.", group="scheduler"
+    )
     long_prefill_token_threshold: int = setting(0, "Chunks of prompts longer than this are capped at it; 0 is off.", group="scheduler")
-    max_num_partial_prefills: int = setting(1, "Chunks are sized by --target-step-ms; accepted and ignored.", group="scheduler", status="ignored")
-    max_long_partial_prefills: int = setting(1, "Chunks are sized by --target-step-ms; accepted and ignored.", group="scheduler", status="ignored")
+    max_num_partial_prefills: int = setting(
+        1, "Chunks are sized by --target-step-ms; accepted and ignored.", group="scheduler", status="ignored"
+    )
+    max_long_partial_prefills: int = setting(
+        1, "Chunks are sized by --target-step-ms; accepted and ignored.", group="scheduler", status="ignored"
+    )
 
     # Execution
     device: str = setting("auto", "Where to run.", group="execution", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(None, "CPU threads. Default: the cores this process may use.", group="execution")
     enforce_eager: bool = setting(False, "No graph capture.", group="execution")
     tensor_parallel_size: int = setting(1, "GPUs that share each layer.", group="execution", short="tp", status="not yet")
-    pipeline_parallel_size: int = setting(1, "Groups of GPUs that share the layers between them.", group="execution", short="pp", status="not yet")
+    pipeline_parallel_size: int = setting(
+        1, "Groups of GPUs that share the layers between them.", group="execution", short="pp", status="not yet"
+    )
     data_parallel_size: int = setting(1, "Replicas.", group="execution", short="dp", status="not yet")
     enable_expert_parallel: bool = setting(False, "Spread experts over GPUs.", group="execution", status="not yet")
-    distributed_executor_backend: str | None = setting(None, "How ranks are started.", group="execution", choices=("mp", "ray", "uni", "inline"))
+    distributed_executor_backend: str | None = setting(
+        None, "How ranks are started.", group="execution", choices=("mp", "ray", "uni", "inline")
+    )
     disable_custom_all_reduce: bool = setting(False, "Octavo chooses by itself; accepted and ignored.", group="execution", status="ignored")
     speculative_config: dict[str, Any] | None = setting(None, "JSON: speculative decoding.", group="execution", status="not yet")
     enable_lora: bool = setting(False, "LoRA adapters.", group="execution", status="not yet")
@@ -118,11 +157,21 @@ class EngineArgs:
 
     # Chat
     chat_template: str | None = setting(None, "Chat template: a file, or the template itself. Default: the model's.", group="chat")
-    chat_template_content_format: str = setting("auto", "How message content reaches the template.", group="chat", choices=("auto", "string", "openai"))
+    chat_template_content_format: str = setting(
+        "auto", "How message content reaches the template.", group="chat", choices=("auto", "string", "openai")
+    )
     default_chat_template_kwargs: dict[str, Any] = setting({}, "JSON: variables for the chat template.", group="chat")
 
     # Reliability and observation
-    engine_restarts: int = setting(3, "Times the engine process is restarted, with live requests replayed, before giving up.", group="reliability")
-    engine_hang_timeout: float = setting(300.0, "Seconds without a finished step, with work to do, after which the engine is taken for hung and restarted.", group="reliability")
+    engine_restarts: int = setting(
+        3, "Times the engine process is restarted, with live requests replayed, before giving up.", group="reliability"
+    )
+    engine_hang_timeout: float = setting(
+        300.0,
+        "Seconds without a finished step, with work to do, after which the engine is taken for hung and restarted.",
+        group="reliability",
+    )
     disable_log_stats: bool = setting(False, "No periodic line of throughput and cache use.", group="reliability")
-    debug_scripted_model: str | None = setting(None, "Tests: a JSON file of token lists to return instead of running the model.", group="reliability")
+    debug_scripted_model: str | None = setting(
+        None, "Tests: a JSON file of token lists to return instead of running the model.", group="reliability"
+    )

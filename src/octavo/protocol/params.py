@@ -151,9 +151,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             if not isinstance(self.logit_bias, dict):
                 raise InvalidRequest("logit_bias must map token ids to numbers.", param="logit_bias")
             try:
-                self.logit_bias = {
-                    int(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()
-                }
+                self.logit_bias = {int(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError) as e:
                 if isinstance(e, InvalidRequest):
                     raise
