@@ -14,6 +14,8 @@ from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "*.txt")
 """Configuration, tokenizer and chat templates: everything but weights. Never *.py: code of a checkpoint does not run here."""
 _WEIGHTS = "*.safetensors"
+_TIMEOUT = 10.0
+"""Seconds to wait for the hub's answer before looking into the local cache."""
 
 
 def fetch(name: str, *, revision: str | None, cache_dir: str | None, token: str | None, load_format: str = "auto") -> Path:
@@ -54,7 +56,9 @@ def _list_files(repo: str, revision: str | None, token: str | None) -> list[str]
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return HfApi(token=token).list_repo_files(repo, revision=revision)
+        # Not list_repo_files: that retries for half a minute on a machine without network.
+        info = HfApi(token=token).model_info(repo, revision=revision, timeout=_TIMEOUT)
+        return [file.rfilename for file in info.siblings or ()]
     except HfHubHTTPError as e:
         if e.response is not None and e.response.status_code in (401, 403, 404):
             raise
@@ -129,10 +133,9 @@ def _plain_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelNotFound(f"Hub model {repo}{at} could not be fetched: the connection to the hub broke. Try again.") from None
 
 
-def _network_errors() -> tuple[type[Exception], ...]:
-    """What the hub client lets through when there is no connection; newer versions of it are built on httpx."""
-    try:
-        import httpx
-    except ImportError:
-        return (OSError,)
-    return (OSError, httpx.HTTPError)
+def _network_errors() -> tuple[type[BaseException], ...]:
+    """What comes through when there is no connection. The hub client has moved between HTTP libraries (requests, httpx and
+    later ones), so the library's base error is taken from the client's own error class."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, *(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"))
