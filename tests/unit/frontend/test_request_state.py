@@ -240,7 +240,9 @@ def test_deltas_hold_only_what_is_new(tokenizer: Tokenizer) -> None:
     assert first is not None
     assert second is not None
     assert third is not None
-    shape = [[(o.index, o.text, len(o.token_ids), len(o.logprobs or []), o.finish_reason) for o in x.outputs] for x in (first, second, third)]
+    shape = [
+        [(o.index, o.text, len(o.token_ids), len(o.logprobs or []), o.finish_reason) for o in x.outputs] for x in (first, second, third)
+    ]
     assert shape == [[(0, "ab", 2, 2, None)], [(1, "x", 1, 1, "length")], [(0, "c", 1, 1, "length")]]
     assert [first.finished, second.finished, third.finished] == [False, False, True]
 
