@@ -6,6 +6,7 @@ of a dead engine can reach, or be taken for, a message of the next.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -39,9 +40,9 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, *, builder: str = DEFAULT_BUILDER) -> None:
         self._folder = _private_folder()
-        self._context = zmq.Context()
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._inbox = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._context = zmq.asyncio.Context()
+        self._outbox = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        self._inbox = self._context.socket(zmq.PULL)
         for socket in (self._outbox, self._inbox):
             socket.setsockopt(zmq.SNDHWM, 0)  # never blocks the event loop; what is live is bounded by the client
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -60,7 +61,7 @@ class EngineProcess:
             builder=builder,
         )
         self._popen = _spawn(boot)
-        self._release = weakref.finalize(self, _release, self._popen, self._context, self._folder)
+        self._release = weakref.finalize(self, _release, self._popen, self._folder)
 
     @property
     def pid(self) -> int:
@@ -95,8 +96,16 @@ class EngineProcess:
         _kill(self._popen)
 
     def close(self) -> None:
-        """Kill it if it still runs and free sockets and files. May be called twice."""
+        """Kill it if it still runs, wait for its end, and free sockets and files. May be called twice.
+
+        Blocks while the kernel frees the process's memory: `aclose` does not.
+        """
+        self._context.destroy(linger=0)
         self._release()
+
+    async def aclose(self) -> None:
+        self._context.destroy(linger=0)  # here: its sockets belong to this thread's event loop
+        await asyncio.to_thread(self._release)
 
 
 def _private_folder() -> str:
@@ -134,10 +143,9 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def _release(popen: subprocess.Popen[bytes], context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
+def _release(popen: subprocess.Popen[bytes], folder: str) -> None:
     _kill(popen)
     if popen.stdin is not None:
         with contextlib.suppress(OSError):
             popen.stdin.close()
-    context.destroy(linger=0)
     shutil.rmtree(folder, ignore_errors=True)

@@ -154,7 +154,7 @@ class ProcessClient:
     async def _discard_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            await asyncio.to_thread(process.close)
+            await process.aclose()
 
     # ---- requests
 
