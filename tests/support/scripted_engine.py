@@ -78,9 +78,7 @@ class ScriptedCore:
         for sequence in list(self.sequences):
             if sequence.request.request_id in message.request_ids and message.index in (None, sequence.index):
                 self.sequences.remove(sequence)
-                self.ending.append(
-                    TokenDelta(sequence.request.request_id, sequence.index, [], FinishReason.ABORT, times=RequestTimes())
-                )
+                self.ending.append(TokenDelta(sequence.request.request_id, sequence.index, [], FinishReason.ABORT, times=RequestTimes()))
 
     def release(self, message: ReleaseHeld) -> None:
         self.released += message.request_ids

@@ -6,7 +6,7 @@ clients of this API expect.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -49,12 +49,11 @@ class CompletionChoice(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
-    object: Literal["text_completion"] = "text_completion"
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
 
@@ -95,13 +94,12 @@ class ChatChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     id: str
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -122,12 +120,11 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
     id: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
