@@ -18,7 +18,7 @@ EOS = 2
 """<|im_end|>"""
 
 
-def write_tiny_checkpoint(folder: Path, *, max_model_len: int = 512, bos: bool = False, chat: bool = True) -> Path:
+def write_chatml_checkpoint(folder: Path, *, max_model_len: int = 512, bos: bool = False, chat: bool = True) -> Path:
     """Writes the files; returns the folder. Ids: 0-2 special, 3-258 the bytes, then the merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(SPECIAL)}
