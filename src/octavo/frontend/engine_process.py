@@ -41,7 +41,7 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, *, builder: str = DEFAULT_BUILDER) -> None:
         self._folder = _private_folder()
         self._context = zmq.asyncio.Context()
-        self._outbox = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         for socket in (self._outbox, self._inbox):
             socket.setsockopt(zmq.SNDHWM, 0)  # never blocks the event loop; what is live is bounded by the client
@@ -86,7 +86,10 @@ class EngineProcess:
         if code is None:
             return "is still running"
         if code < 0:
-            name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
+            try:
+                name = signal.Signals(-code).name
+            except ValueError:
+                name = f"signal {-code}"
             hint = " (often the kernel's way to say that memory ran out)" if -code == signal.SIGKILL else ""
             return f"was ended by {name}{hint}"
         return f"ended with exit code {code}"
@@ -100,12 +103,17 @@ class EngineProcess:
 
         Blocks while the kernel frees the process's memory: `aclose` does not.
         """
-        self._context.destroy(linger=0)
+        self._close_sockets()
         self._release()
 
     async def aclose(self) -> None:
-        self._context.destroy(linger=0)  # here: its sockets belong to this thread's event loop
+        self._close_sockets()  # on this thread: they belong to its event loop
         await asyncio.to_thread(self._release)
+
+    def _close_sockets(self) -> None:
+        self._outbox.close(linger=0)
+        self._inbox.close(linger=0)
+        self._context.term()
 
 
 def _private_folder() -> str:

@@ -9,6 +9,7 @@ equal the FINAL_ONLY text; every state calls `on_finish` exactly once.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from octavo.errors import OctavoError, RequestFailed
 from octavo.frontend.outputs import CompletionOutput, FinishedRequest, Logprob, PositionLogprobs, RequestOutput
 from octavo.frontend.processor import Prepared
 from octavo.frontend.text.detokenizer import IncrementalDetokenizer
+from octavo.frontend.text.logprobs import token_label
 from octavo.frontend.text.stops import StopStrings
 from octavo.protocol.engine import FinishReason, LogprobRow, RequestTimes, TokenDelta
 from octavo.protocol.params import RequestOutputKind, SamplingParams
@@ -41,6 +43,7 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.last_token_time = 0.0
+        self.times = RequestTimes()
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -96,9 +99,10 @@ class SequenceState:
         assert self._detokenizer is not None
         assert self._stops is not None
         for taken, token_id in enumerate(shown, start=1):
-            self.text += self._stops.push(self._detokenizer.push([token_id]), len(self.token_ids) + taken)
-            if self._stops.matched is not None:
-                self.stop_reason = self._stops.matched
+            update = self._stops.push(self._detokenizer.push([token_id]))
+            self.text += update.text
+            if update.stop is not None:
+                self.stop_reason = update.stop
                 return taken
         return len(shown)
 
@@ -109,9 +113,10 @@ class SequenceState:
         if self._stops is None:
             self.text += tail
             return
-        self.text += self._stops.push(tail, len(self.token_ids)) if tail else ""
-        if self._stops.matched is not None:
-            self.stop_reason = self._stops.matched
+        update = self._stops.push(tail, num_tokens=0)
+        self.text += update.text
+        if update.stop is not None:
+            self.stop_reason = update.stop
         else:
             self.text += self._stops.flush()
 
@@ -178,9 +183,7 @@ class RequestState:
         self.error: OctavoError | None = None
         self.num_cached_tokens: int | None = None
         self.times = RequestTimes()
-        self.sequences = [
-            SequenceState(i, request.prompt_token_ids, request.sampling, tokenizer) for i in range(request.sampling.n)
-        ]
+        self.sequences = [SequenceState(i, request.prompt_token_ids, request.sampling, tokenizer) for i in range(request.sampling.n)]
         self._arrival_time = request.arrival_time
         self._tokenizer = tokenizer
         self._abort_sibling = abort_sibling
@@ -206,7 +209,7 @@ class RequestState:
         if delta.token_ids:
             self._clock(sequence)
         if delta.times is not None:
-            self._merge_times(delta.times)
+            sequence.times = _merged(sequence.times, delta.times, preemptions=max)
         if sequence.push(delta):
             self._abort_sibling(self.engine_id, delta.index)
         if sequence.finished:
@@ -285,20 +288,6 @@ class RequestState:
             self._first_token_time = now
         sequence.last_token_time = now
 
-    def _merge_times(self, times: RequestTimes) -> None:
-        """Siblings report for themselves: the request was scheduled when its first one was, and ends with its last."""
-
-        def earliest(a: float, b: float) -> float:
-            return min(a, b) if a and b else a or b
-
-        mine = self.times
-        mine.queued = earliest(mine.queued, times.queued)
-        mine.scheduled = earliest(mine.scheduled, times.scheduled)
-        # After a restart the engine knows only its own tokens; the first one was seen here.
-        mine.first_token = earliest(earliest(mine.first_token, times.first_token), self._first_token_time)
-        mine.last_token = max(mine.last_token, times.last_token)
-        mine.num_preemptions += times.num_preemptions
-
     def _end_of_sibling(self) -> None:
         self._running -= 1
         if self._running == 0:
@@ -306,12 +295,13 @@ class RequestState:
 
     def _finish(self) -> None:
         self._running = 0
-        if not self.times.first_token:
-            self.times.first_token = self._first_token_time
-        if not self.times.last_token:
-            self.times.last_token = max(s.last_token_time for s in self.sequences)
-        if not self.times.queued:
-            self.times.queued = self._arrival_time
+        for sequence in self.sequences:
+            self.times = _merged(self.times, sequence.times, preemptions=operator.add)
+        # What was seen here counts where it came earlier (an engine that was restarted knows only its own tokens), and where
+        # the engine did not get to say it.
+        self.times.queued = self.times.queued or self._arrival_time
+        self.times.first_token = _earliest(self.times.first_token, self._first_token_time)
+        self.times.last_token = self.times.last_token or max(s.last_token_time for s in self.sequences)
         self._on_finish(
             FinishedRequest(
                 request_id=self.request_id,
@@ -330,11 +320,26 @@ class RequestState:
         )
 
 
+def _earliest(a: float, b: float) -> float:
+    """Of two times, where 0.0 means never."""
+    return min(a, b) if a and b else a or b
+
+
+def _merged(a: RequestTimes, b: RequestTimes, *, preemptions: Callable[[int, int], int]) -> RequestTimes:
+    return RequestTimes(
+        queued=_earliest(a.queued, b.queued),
+        scheduled=_earliest(a.scheduled, b.scheduled),
+        first_token=_earliest(a.first_token, b.first_token),
+        last_token=max(a.last_token, b.last_token),
+        num_preemptions=preemptions(a.num_preemptions, b.num_preemptions),
+    )
+
+
 def position_logprobs(row: LogprobRow, tokenizer: Tokenizer | None) -> PositionLogprobs:
     """One position: the token that is there first, then the most likely ones. Each with its own text."""
 
     def text(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.token_text(token_id)
+        return None if tokenizer is None else token_label(tokenizer, token_id)
 
     result = {row.token_id: Logprob(row.logprob, row.rank, text(row.token_id))}
     for rank, (token_id, logprob) in enumerate(zip(row.top_ids, row.top_logprobs, strict=True), start=1):
