@@ -114,7 +114,7 @@ def _split(argv: list[str]) -> tuple[str, list[str]]:
         if f"{name} {argv[1]}" in COMMANDS:
             return f"{name} {argv[1]}", argv[2:]
         _unknown(f"`octavo {name}` has no command", argv[1], members)
-    _unknown("there is no command", name, sorted({c.partition(" ")[0] for c in COMMANDS}))
+    return _unknown("there is no command", name, sorted({c.partition(" ")[0] for c in COMMANDS}))
 
 
 def _unknown(what: str, given: str, allowed: list[str]) -> NoReturn:

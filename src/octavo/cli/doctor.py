@@ -194,7 +194,9 @@ def check_cores() -> Check:
 
     usable, total = usable_cores(), os.cpu_count() or 1
     found = f"{usable} of {total} usable" if usable < total else f"{usable}"
-    limits = [name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name, "").isdigit() and int(os.environ[name]) < usable]
+    limits = [
+        name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name, "").isdigit() and int(os.environ[name]) < usable
+    ]
     if limits:
         return Check("Cores", "warn", found, f"{' and '.join(limits)} limit other libraries; Octavo itself uses --threads.")
     return Check("Cores", "ok", found)

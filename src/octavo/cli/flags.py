@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from octavo.cli.parser import CommandParser, Namespace
+from octavo.cli.parser import ON_BY_DEFAULT, CommandParser, Namespace
 from octavo.config.sizes import parse_size
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, NotYet
 
 S = TypeVar("S")
 
@@ -137,9 +138,9 @@ def _add_setting(parser: CommandParser, field: dataclasses.Field[Any], kind: Set
     default = default_of(field)
     text = meta["help"]
     if kind.base is not bool and default not in (None, "", {}, []):
-        text += f" Default: {default}."
+        text += f" Default: {' '.join(default) if isinstance(default, list) else default}."
     elif default is True:
-        text += " On by default."
+        text += ON_BY_DEFAULT
     if meta["status"] == "not yet":
         text += " Not available yet."
     keywords: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%")}
@@ -152,7 +153,6 @@ def _add_setting(parser: CommandParser, field: dataclasses.Field[Any], kind: Set
     elif kind.base is str:
         keywords |= {"metavar": "TEXT"}
         if meta["choices"]:
-            # argparse checks these itself; the parser class turns its complaint into ours.
             keywords |= {"type": choice(meta["choices"]), "metavar": "{" + ",".join(meta["choices"]) + "}"}
     else:
         keywords |= {"type": _number_type(kind, meta["size"]), "metavar": "N"}
@@ -178,6 +178,22 @@ def build(settings: type[S], namespace: Namespace) -> S:
     """An instance of a settings class from the flags that were given."""
     given = vars(namespace)
     return settings(**{f.name: given[f.name] for f in dataclasses.fields(settings) if f.name in given})  # type: ignore[arg-type]
+
+
+def check_status(settings: Any) -> None:
+    """Warn about settings that have no effect here.
+
+    Raises:
+        NotYet: a setting asks for something that Octavo does not do yet.
+    """
+    for f in dataclasses.fields(settings):
+        status = f.metadata.get("status", "works")
+        if status == "works" or getattr(settings, f.name) == default_of(f):
+            continue
+        flag = flag_names(f)[-1]
+        if status == "not yet":
+            raise NotYet(f"{flag} is not available yet: {f.metadata['help']}")
+        print(f"octavo: warning: {flag} is ignored: {f.metadata['help']}", file=sys.stderr)
 
 
 def add_engine_settings(parser: CommandParser, *, skip: Container[str] = (), positional: bool = True) -> None:

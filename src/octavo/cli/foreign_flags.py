@@ -26,6 +26,7 @@ class ForeignFlag:
     refused: bool = False
     harmless: tuple[str, ...] = ()
     """Values that ask for nothing."""
+    short: str = ""
 
 
 def _ignored(why: str, *, switches: str = "", values: str = "", lists: str = "") -> list[ForeignFlag]:
@@ -52,10 +53,11 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     *_ignored(
         "how kernels and graphs are built is decided at start",
         switches="use-tqdm-on-load disable-cascade-attn enable-dbo enable-flashinfer-autotune",
-        values="compilation-config cudagraph-capture-sizes max-cudagraph-capture-size max-context-len-to-capture "
+        values="cudagraph-capture-sizes max-cudagraph-capture-size max-context-len-to-capture "
         "max-seq-len-to-capture attention-backend attention-config kernel-config optimization-level performance-mode "
         "moe-backend all2all-backend",
     ),
+    ForeignFlag("--compilation-config", "value", "how kernels and graphs are built is decided at start", short="-O"),
     *_ignored(
         "loading is streamed and needs no tuning",
         values="max-parallel-loading-workers model-loader-extra-config ignore-patterns pt-load-map-location "
@@ -117,7 +119,6 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     _refused("reasoning parsing", "reasoning-parser", "value"),
     _refused("speculative decoding", "speculative-model", "value"),
     _refused("speculative decoding", "num-speculative-tokens", "value", "0"),
-    _refused("a Unix socket is given with --uds", "unix-socket", "value"),
 )
 
 
@@ -131,8 +132,8 @@ class _Remember(argparse.Action):
 def add_foreign_flags(parser: CommandParser) -> None:
     """Make the parser accept every flag of the table that is not a setting. Call it after the settings were added."""
     for flag in FOREIGN_FLAGS:
-        arity: dict[str, Any] = {"nothing": {"nargs": 0}, "value": {}, "values": {"nargs": "*"}}[flag.takes]
-        names = [flag.name]
+        arity: dict[str, Any] = {} if flag.takes == "value" else {"nargs": 0 if flag.takes == "nothing" else "*"}
+        names = [flag.name, flag.short] if flag.short else [flag.name]
         if flag.takes == "nothing":
             names.append(flag.name.replace("--", "--no-", 1))
         names = [n for n in names if not parser.has(n)]

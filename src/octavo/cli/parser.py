@@ -20,6 +20,9 @@ from octavo.errors import ConfigError
 
 Namespace = argparse.Namespace
 
+ON_BY_DEFAULT = " On by default."
+"""Ends the help of switches that are on unless turned off."""
+
 
 class UsageError(Exception):
     """The command line cannot be understood: exit code 2."""
@@ -28,6 +31,12 @@ class UsageError(Exception):
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=120)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # Every switch has a --no- twin; it is worth a word only where the switch is on by default.
+        if isinstance(action, argparse.BooleanOptionalAction) and not (action.help or "").endswith(ON_BY_DEFAULT):
+            return ", ".join(o for o in action.option_strings if not o.startswith("--no-"))
+        return super()._format_action_invocation(action)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -59,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
         return any(action.dest == dest for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        raise UsageError(message.removeprefix("argument "))
 
     def parse(self, argv: Sequence[str]) -> Namespace:
         """Parse the arguments after the command's name.
@@ -120,8 +129,9 @@ def _dashes(argv: Sequence[str]) -> list[str]:
             return tokens + list(argv[i:])
         if token.startswith("--"):
             end = min((token.find(c) for c in "=." if c in token), default=len(token))
-            token = token[:end].replace("_", "-") + token[end:]
-        tokens.append(token)
+            tokens.append(token[:end].replace("_", "-") + token[end:])
+        else:
+            tokens.append(token)
     return tokens
 
 

@@ -20,9 +20,13 @@ _CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 
 def configure(parser: CommandParser) -> None:
     parser.usage = "octavo plan [MODEL] --memory SIZE [flags]"
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="A folder, .gguf file, hub name or config.json; nothing is the bundled model.")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="A folder, .gguf file, hub name or config.json; nothing is the bundled model."
+    )
     parser.add_argument("--memory", type=_memory, metavar="SIZE", help="Memory of the GPU (24G), or of the host. Default: of this machine.")
-    parser.add_argument("--dtype", type=choice(tuple(_BYTES)), metavar="TYPE", help="Weights. Default: as stored, half precision if unknown.")
+    parser.add_argument(
+        "--dtype", type=choice(tuple(_BYTES)), metavar="TYPE", help="Weights. Default: as stored, half precision if unknown."
+    )
     parser.add_argument("--kv-cache-dtype", type=choice(tuple(_CACHE_BYTES)), metavar="TYPE", help="Cache. Default: bfloat16.")
     parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="Longest request, tokens. Default: the model's own.")
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="Fraction to use. Default: 0.9.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from octavo.cli.flags import add_engine_settings, add_settings, build, engine_args
+from octavo.cli.flags import add_engine_settings, add_settings, build, check_status, engine_args
 from octavo.cli.parser import CommandParser, Namespace
 
 
@@ -18,11 +18,20 @@ def configure(parser: CommandParser) -> None:
 def run(options: Namespace) -> int:
     from octavo.frontend.http.settings import ServerSettings
 
-    if "api_key" not in options:
-        key = os.environ.get("OCTAVO_API_KEY") or os.environ.get("VLLM_API_KEY")
-        if key:
-            options.api_key = [key]
-    args, settings = engine_args(options), build(ServerSettings, options)
+    args = engine_args(options)
+    settings = build(ServerSettings, environment_settings(options))
+    check_status(settings)
     from octavo.frontend.http.server import serve
 
-    return serve(args, settings) or 0
+    serve(args, settings)
+    return 0
+
+
+def environment_settings(options: Namespace) -> Namespace:
+    """`options`, with what the environment says where no flag was given."""
+    key = os.environ.get("OCTAVO_API_KEY") or os.environ.get("VLLM_API_KEY")
+    if key and not hasattr(options, "api_key"):
+        options.api_key = [key]
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") not in ("", "0") and not hasattr(options, "server_dev_mode"):
+        options.server_dev_mode = True
+    return options

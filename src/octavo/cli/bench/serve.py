@@ -42,7 +42,14 @@ def configure(parser: CommandParser) -> None:
     server.add_argument("--extra-body", metavar="JSON", help="Merged into each request's body.")
     load = parser.group("load")
     load.add_argument("--request-rate", type=float, metavar="R", help="Requests a second, Poisson arrivals. Default: all at once.")
-    load.add_argument("--max-concurrency", "--concurrency", dest="concurrency", type=positive_int, metavar="N", help="Most requests open at once. Default: no limit.")
+    load.add_argument(
+        "--max-concurrency",
+        "--concurrency",
+        dest="concurrency",
+        type=positive_int,
+        metavar="N",
+        help="Most requests open at once. Default: no limit.",
+    )
     load.add_argument("--num-warmups", type=int, metavar="N", help="Requests sent first and not counted. Default: 1.")
     load.add_argument("--ignore-eos", action="store_true", help="Generate all --output-len tokens (a field that not every server knows).")
     load.add_argument("--temperature", type=float, metavar="T", help="Default: 0.")
@@ -91,7 +98,7 @@ class Target:
         return body | {"messages": [{"role": "user", "content": text}]}
 
 
-_WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part".split()
+_WORDS = ("time", "year", "people", "way", "day", "thing", "life", "child", "world", "school", "state", "family", "group", "hand", "part")
 
 
 def words(ids: Sequence[int]) -> str:
@@ -139,9 +146,7 @@ async def _run(options: Namespace, requests: list[BenchRequest]) -> tuple[list[S
             if warm.error:
                 raise HttpError(f"The first request failed, so none was counted. {warm.error}")
         rate = getattr(options, "request_rate", math.inf)
-        return await drive(
-            target, requests, rate, getattr(options, "concurrency", None), seed=getattr(options, "workload_seed", 0)
-        )
+        return await drive(target, requests, rate, getattr(options, "concurrency", None), seed=getattr(options, "workload_seed", 0))
     finally:
         await client.close()
 

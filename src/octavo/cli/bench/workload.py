@@ -106,7 +106,12 @@ def add_workload_flags(parser: CommandParser, *, num_prompts: int, input_len: st
     group = parser.group("workload")
     group.add_argument("--num-prompts", type=positive_int, metavar="N", help=f"Requests. Default: {num_prompts}.")
     group.add_argument(
-        "--input-len", "--random-input-len", dest="input_len", type=span, metavar="N", help=f"Prompt tokens: N or LOW-HIGH. Default: {input_len}."
+        "--input-len",
+        "--random-input-len",
+        dest="input_len",
+        type=span,
+        metavar="N",
+        help=f"Prompt tokens: N or LOW-HIGH. Default: {input_len}.",
     )
     group.add_argument(
         "--output-len", "--random-output-len", dest="output_len", type=span, metavar="N", help=f"Output tokens. Default: {output_len}."
