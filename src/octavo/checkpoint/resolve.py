@@ -70,6 +70,24 @@ def resolve_checkpoint(
     return open_gguf(snapshot, name, hf_overrides) if snapshot.is_file() else open_folder(snapshot, name, hf_overrides, load_format)
 
 
+def tokenizer_source(name: str, *, download_dir: str | None = None, token: str | None = None) -> Path:
+    """Where the tokenizer called `name` is: a folder or .gguf file as given, else a hub repository's text files, fetched.
+
+    Raises:
+        ModelNotFound: neither here nor on the hub.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path.resolve()
+    if path.name == "tokenizer.json" and path.is_file():
+        return path.resolve().parent
+    if (found := catalog.find_local(name)) is not None:
+        return found
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelNotFound(f"No tokenizer {name!r}: give a folder with a tokenizer.json, a .gguf file or a hub name.")
+    return hub.fetch_text_files(name, revision=None, cache_dir=download_dir, token=token)
+
+
 def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> tuple[int, ...]:
     """Tokens that end a sequence: generation_config's, else config's, else the tokenizer's. Empty when none says so.
 
