@@ -21,7 +21,7 @@ help:
 	@echo "make chat       talk to it in the terminal"
 	@echo "make test       ruff, mypy and pytest"
 	@echo "make lint       ruff and mypy only; make format rewrites"
-	@echo "make docs       write docs/configuration.md and docs/cli.md from the code"
+	@echo "make docs       write docs/configuration.md from the code"
 	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=... adds llama.cpp)"
 	@echo "make gpu-test   GPU tests with the python3 that is there; make gpu-bench measures"
 	@echo "make clean      remove the environment and caches"

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from octavo.cli.http_client import HttpClient, HttpError, error_text
 from octavo.cli.parser import Namespace
+from octavo.cli.progress import LoadingProgress
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -105,7 +106,8 @@ class LocalBackend:
         """Start an engine for these settings. Raises OctavoError when it cannot."""
         from octavo.frontend.async_llm import AsyncLLM
 
-        return cls(await AsyncLLM.start(args))
+        with LoadingProgress() as progress:
+            return cls(await AsyncLLM.start(args, progress=progress))
 
     async def chat(self, messages: list[Message], sampling: dict[str, Any]) -> AsyncIterator[Piece]:
         tokenizer = self._llm.tokenizer

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from octavo.cli.flags import add_engine_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
-from octavo.cli.progress import JobProgress
+from octavo.cli.progress import JobProgress, LoadingProgress
 from octavo.cli.sampling import add_sampling_flags, sampling_options
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
 
@@ -119,7 +119,9 @@ async def _generate(args: Any, prompts: list[PromptLine], defaults: dict[str, An
     from octavo.frontend.async_llm import AsyncLLM
 
     failed = 0
-    async with await AsyncLLM.start(args) as llm:
+    with LoadingProgress() as loading:
+        llm = await AsyncLLM.start(args, progress=loading)
+    async with llm:
 
         async def work(line: PromptLine) -> dict[str, Any]:
             return await answer(llm, line, defaults)

@@ -87,6 +87,10 @@ class LoadingProgress:
             self._tasks[phase] = self._bar.add_task(phase, total=total or None)
         self._bar.update(self._tasks[phase], completed=done, total=total or None)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Take the bars off the screen. Calling it again does nothing."""
         if self._bar is not None:
             self._bar.stop()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

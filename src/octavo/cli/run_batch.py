@@ -19,7 +19,7 @@ from typing import Any
 from octavo.cli.flags import add_engine_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
-from octavo.cli.progress import JobProgress
+from octavo.cli.progress import JobProgress, LoadingProgress
 from octavo.cli.sampling import add_server_flags, api_key
 from octavo.errors import ConfigError
 
@@ -196,7 +196,9 @@ async def _poster(options: Namespace) -> AsyncIterator[Post]:
     from octavo.frontend.http.app import build_app
     from octavo.frontend.http.settings import ServerSettings
 
-    async with await AsyncLLM.start(args) as llm:
+    with LoadingProgress() as loading:
+        llm = await AsyncLLM.start(args, progress=loading)
+    async with llm:
         app = build_app(llm, ServerSettings(disable_request_summary=True), served_model_names=args.served_model_name)
         async with app.router.lifespan_context(app):
             yield lambda path, body: post_to_app(app, path, body)

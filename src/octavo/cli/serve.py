@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from octavo.cli.flags import add_engine_settings, add_settings, build, check_status, engine_args
 from octavo.cli.parser import CommandParser, Namespace
+from octavo.cli.progress import LoadingProgress
+
+if TYPE_CHECKING:
+    from octavo.config.types import EngineConfig
+    from octavo.protocol.engine import EngineReady
 
 
 def configure(parser: CommandParser) -> None:
@@ -21,9 +27,16 @@ def run(options: Namespace) -> int:
     args = engine_args(options)
     settings = build(ServerSettings, environment_settings(options))
     check_status(settings)
+    from octavo.cli.report import startup_report
     from octavo.frontend.http.server import serve
 
-    serve(args, settings)
+    with LoadingProgress() as progress:
+
+        def report(ready: EngineReady, config: EngineConfig, settings: ServerSettings) -> None:
+            progress.close()
+            startup_report(ready, config, settings)
+
+        serve(args, settings, report=report, progress=progress)
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from octavo.cli.bench.workload import BenchRequest
 from octavo.cli.flags import default_of, engine_args
 from octavo.cli.parser import Namespace
+from octavo.cli.progress import LoadingProgress
 
 
 def open_llm(options: Namespace) -> Any:
@@ -17,7 +18,8 @@ def open_llm(options: Namespace) -> Any:
     changed = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if getattr(args, f.name) != default_of(f)}
     from octavo.frontend.llm import LLM
 
-    return LLM(**changed)
+    with LoadingProgress() as progress:
+        return LLM(**changed, progress=progress)
 
 
 def prompts_of(requests: Sequence[BenchRequest]) -> list[Any]:
