@@ -7,24 +7,23 @@ from typing import Any
 
 from vllm.version import __version__
 
-_OCTAVO = (
+__all__ = [
+    "LLM",
     "AsyncEngineArgs",
     "AsyncLLMEngine",
     "CompletionOutput",
     "EngineArgs",
-    "LLM",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",
     "TokensPrompt",
-)
-
-__all__ = [*_OCTAVO, "__version__"]
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OCTAVO:
+    if name not in __all__:
         raise AttributeError(f"module 'vllm' has no attribute {name!r} (this is Octavo's stand-in for vLLM)")
     value = getattr(importlib.import_module("octavo"), name)
     globals()[name] = value
