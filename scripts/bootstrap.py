@@ -38,38 +38,38 @@ def main() -> int:
         install_torch(python)
         install_octavo(python, options.extra)
     except SetupError as e:
-        print("set-up: error: {}".format(e), file=sys.stderr)
+        print(f"set-up: error: {e}", file=sys.stderr)
         return 1
     return 0
 
 
-def say(text):
+def say(text: str) -> None:
     print("set-up: " + text, file=sys.stderr, flush=True)
 
 
-def make_venv(venv):
+def make_venv(venv: Path) -> None:
     if works(str(venv / "bin" / "python"), "import pip"):
         return
     python = find_python()
-    say("making {} with {}".format(venv, python))
+    say(f"making {venv} with {python}")
     if run([python, "-m", "venv", "--clear", str(venv)]) != 0:
-        raise SetupError("{} cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv.".format(python))
+        raise SetupError(f"{python} cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv.")
 
 
-def find_python():
+def find_python() -> str:
     """The first interpreter that can make an environment for Octavo: the one that runs this, then those on PATH."""
-    check = "import sys, venv, ensurepip; assert {} <= sys.version_info[:2] <= {}".format(OLDEST, NEWEST)
-    for candidate in (sys.executable,) + PYTHONS:
+    check = f"import sys, venv, ensurepip; assert {OLDEST} <= sys.version_info[:2] <= {NEWEST}"
+    for candidate in (sys.executable, *PYTHONS):
         path = shutil.which(candidate)
         if path and works(path, check):
             return path
     raise SetupError(
         "Octavo needs Python 3.11, 3.12 or 3.13 with the venv module, and none was found on PATH "
-        "(this is {}). Install one, for example: apt install python3.12 python3.12-venv.".format(platform.python_version())
+        f"(this is {platform.python_version()}). Install one, for example: apt install python3.12 python3.12-venv."
     )
 
 
-def works(python, code):
+def works(python: str, code: str) -> bool:
     """Whether an interpreter is there and runs `code`."""
     try:
         return subprocess.run([python, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
@@ -77,15 +77,15 @@ def works(python, code):
         return False
 
 
-def run(command):
+def run(command: list) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def pip(python, *arguments):
-    return run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"] + list(arguments))
+def pip(python: str, *arguments: str) -> int:
+    return run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments])
 
 
-def has_gpu():
+def has_gpu() -> bool:
     """Whether an NVIDIA driver answers."""
     tool = shutil.which("nvidia-smi")
     if not tool:
@@ -96,7 +96,7 @@ def has_gpu():
         return False
 
 
-def torch_sources(gpu, default_is_cpu, environment):
+def torch_sources(gpu: bool, default_is_cpu: bool, environment: dict) -> list:
     """Ways to install torch, as pip arguments, best first.
 
     default_is_cpu: the index or folder that pip is configured with gives a CPU build by itself.
@@ -109,7 +109,7 @@ def torch_sources(gpu, default_is_cpu, environment):
     return [[spec, "--index-url", CPU_INDEX], [spec]]
 
 
-def default_is_cpu(python, spec):
+def default_is_cpu(python: str, spec: str) -> bool:
     """Ask pip what it would install. Outside x86-64 Linux the plain build is the CPU build."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return True
@@ -121,7 +121,7 @@ def default_is_cpu(python, spec):
         return False
 
 
-def install_torch(python):
+def install_torch(python: str) -> None:
     if works(python, "import importlib.metadata as m; m.version('torch')"):
         return
     gpu = has_gpu()
@@ -136,7 +136,7 @@ def install_torch(python):
     raise SetupError("torch could not be installed. pip's message is above; TORCH_INDEX=https://... names another package index.")
 
 
-def install_octavo(python, extras):
+def install_octavo(python: str, extras: list) -> None:
     target = "." + ("[{}]".format(",".join(extras)) if extras else "")
     say("installing Octavo{}".format(" with " + ", ".join(extras) if extras else ""))
     if pip(python, "--editable", target) != 0:

@@ -39,6 +39,8 @@ class _Message:
         self.body: list[bytes] = []
         self.headers_done = False
         self.done = False
+        self.keep_alive = False
+        self.parser: Any = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -51,6 +53,7 @@ class _Message:
 
     def on_message_complete(self) -> None:
         self.done = True
+        self.keep_alive = bool(self.parser.should_keep_alive())  # the parser forgets it after this
 
 
 class Response:
@@ -60,7 +63,7 @@ class Response:
         self._url = url
         self._reader = reader
         self._message = _Message()
-        self._parser = httptools.HttpResponseParser(self._message)
+        self._parser = self._message.parser = httptools.HttpResponseParser(self._message)
 
     @property
     def status(self) -> int:
@@ -73,7 +76,7 @@ class Response:
 
     @property
     def reusable(self) -> bool:
-        return self._message.done and bool(self._parser.should_keep_alive())
+        return self._message.done and self._message.keep_alive
 
     async def _receive(self) -> None:
         data = await self._reader.read(_READ)
