@@ -249,7 +249,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = uuid.uuid4().hex
         self._check_unused(request_id)
-        prompt = await self._tokenize_long(prompt, add_special_tokens)
+        prompt = await self._tokenize_long(prompt, sampling_params, add_special_tokens, truncate_prompt_tokens)
         prepared = self._processor.prepare(
             prompt,
             sampling_params,
@@ -301,7 +301,7 @@ class AsyncLLM:
         request_id = uuid.uuid4().hex if request_id is None else request_id
         self._check_unused(request_id)
         add_special_tokens = options.pop("add_special_tokens", True)
-        prompt = await self._tokenize_long(prompt, add_special_tokens)
+        prompt = await self._tokenize_long(prompt, SamplingParams(max_tokens=params.max_tokens), add_special_tokens, None)
         search = BeamSearch.begin(self._processor, prompt, params, request_id, add_special_tokens=add_special_tokens, **options)
         self._check_unused(request_id)
         self._beams.add(request_id)
@@ -338,12 +338,14 @@ class AsyncLLM:
         if request_id in self._live or request_id in self._beams:
             raise InvalidRequest(f"request_id {request_id!r} is in use by a request that is still running.", param="request_id")
 
-    async def _tokenize_long(self, prompt: Prompt, add_special_tokens: bool) -> Prompt:
+    async def _tokenize_long(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, truncate: int | None) -> Prompt:
+        """Tokenize a long text in a thread; a prompt in any other form is left as it is."""
         parsed = parse_prompt(prompt)
         if parsed.token_ids is not None or self._tokenizer is None or parsed.text is None or len(parsed.text) < LONG_TEXT:
             return prompt
-        encode = self._tokenizer.encode
-        ids = await asyncio.to_thread(encode, parsed.text, add_special_tokens=add_special_tokens)
+        if truncate is None:
+            self._processor.check_text_length(parsed, params)
+        ids = await asyncio.to_thread(self._tokenizer.encode, parsed.text, add_special_tokens=add_special_tokens)
         return {"prompt": parsed.text, "prompt_token_ids": ids, "cache_salt": parsed.cache_salt}
 
     def _abort_state(self, state: RequestState) -> None:

@@ -79,7 +79,9 @@ class Collector:
 class BeamSearch:
     """One prompt's search. Turn: `start_turn` -> send its requests -> wait for the collector -> `finish_turn`; until `done`."""
 
-    def __init__(self, processor: InputProcessor, template: NewRequest, prompt: str | None, params: BeamSearchParams, request_id: str) -> None:
+    def __init__(
+        self, processor: InputProcessor, template: NewRequest, prompt: str | None, params: BeamSearchParams, request_id: str
+    ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = template.prompt_token_ids
@@ -99,11 +101,11 @@ class BeamSearch:
         """Parents of the running beams."""
 
     @classmethod
-    def begin(
-        cls, processor: InputProcessor, prompt: Prompt, params: BeamSearchParams, request_id: str, **options: Any
-    ) -> BeamSearch:
+    def begin(cls, processor: InputProcessor, prompt: Prompt, params: BeamSearchParams, request_id: str, **options: Any) -> BeamSearch:
         """Check the prompt as `InputProcessor.prepare` does (which takes `options`)."""
-        prepared = processor.prepare(prompt, SamplingParams(max_tokens=params.max_tokens, temperature=params.temperature), request_id, **options)
+        prepared = processor.prepare(
+            prompt, SamplingParams(max_tokens=params.max_tokens, temperature=params.temperature), request_id, **options
+        )
         return cls(processor, prepared.request, prepared.prompt, params, request_id)
 
     def start_turn(self, wake: Callable[[], None] = lambda: None) -> tuple[list[NewRequest], Collector]:

@@ -6,6 +6,7 @@ of a dead engine can reach, or be taken for, a message of the next.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -39,9 +40,9 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig, *, builder: str = DEFAULT_BUILDER) -> None:
         self._folder = _private_folder()
-        self._context = zmq.Context()
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._inbox = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        self._context = zmq.asyncio.Context()
+        self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
         for socket in (self._outbox, self._inbox):
             socket.setsockopt(zmq.SNDHWM, 0)  # never blocks the event loop; what is live is bounded by the client
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -60,7 +61,7 @@ class EngineProcess:
             builder=builder,
         )
         self._popen = _spawn(boot)
-        self._release = weakref.finalize(self, _release, self._popen, self._context, self._folder)
+        self._release = weakref.finalize(self, _release, self._popen, self._folder)
 
     @property
     def pid(self) -> int:
@@ -85,7 +86,10 @@ class EngineProcess:
         if code is None:
             return "is still running"
         if code < 0:
-            name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
+            try:
+                name = signal.Signals(-code).name
+            except ValueError:
+                name = f"signal {-code}"
             hint = " (often the kernel's way to say that memory ran out)" if -code == signal.SIGKILL else ""
             return f"was ended by {name}{hint}"
         return f"ended with exit code {code}"
@@ -95,8 +99,21 @@ class EngineProcess:
         _kill(self._popen)
 
     def close(self) -> None:
-        """Kill it if it still runs and free sockets and files. May be called twice."""
+        """Kill it if it still runs, wait for its end, and free sockets and files. May be called twice.
+
+        Blocks while the kernel frees the process's memory: `aclose` does not.
+        """
+        self._close_sockets()
         self._release()
+
+    async def aclose(self) -> None:
+        self._close_sockets()  # on this thread: they belong to its event loop
+        await asyncio.to_thread(self._release)
+
+    def _close_sockets(self) -> None:
+        self._outbox.close(linger=0)
+        self._inbox.close(linger=0)
+        self._context.term()
 
 
 def _private_folder() -> str:
@@ -134,10 +151,9 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def _release(popen: subprocess.Popen[bytes], context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
+def _release(popen: subprocess.Popen[bytes], folder: str) -> None:
     _kill(popen)
     if popen.stdin is not None:
         with contextlib.suppress(OSError):
             popen.stdin.close()
-    context.destroy(linger=0)
     shutil.rmtree(folder, ignore_errors=True)

@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
@@ -128,20 +128,23 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several. See `generate` for the rest."""
+        tokenizer = self.get_tokenizer()
+        templates = tokenizer.templates
+        if chat_template_content_format is not None:
+            templates = replace(templates, content_format=_content_format(chat_template_content_format))
         conversations = _split_conversations(messages)
         prompts: list[Prompt] = []
         for i, conversation in enumerate(conversations):
             with _naming_prompt(i, len(conversations)):
-                text = self.get_tokenizer().apply_chat_template(
+                text = templates.render(
                     conversation,
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
-                    **({"content_format": chat_template_content_format} if chat_template_content_format else {}),
-                    **(chat_template_kwargs or {}),
+                    template_kwargs={**self.args.default_chat_template_kwargs, **(chat_template_kwargs or {})},
                 )
-                prompts.append({"prompt": text, "prompt_token_ids": self.get_tokenizer().encode_chat(text)})
+                prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode_chat(text)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
@@ -163,7 +166,9 @@ class LLM:
         if isinstance(params, SamplingParams):
             return [params] * count
         if len(params) != count:
-            raise InvalidRequest(f"There are {count} prompts but {len(params)} sampling_params: give one for all, or one each.", param="sampling_params")
+            raise InvalidRequest(
+                f"There are {count} prompts but {len(params)} sampling_params: give one for all, or one each.", param="sampling_params"
+            )
         return list(params)
 
     def _run(self, prepared: list[Prepared], use_tqdm: bool | None) -> list[RequestOutput]:
@@ -321,6 +326,14 @@ def _final_output(state: RequestState) -> RequestOutput:
         if completion.error is not None:
             logger.error("Prompt %s, output %d failed: %s", state.request_id, completion.index, completion.error)
     return output
+
+
+def _content_format(value: str) -> Literal["auto", "string", "openai"]:
+    if value not in ("auto", "string", "openai"):
+        raise InvalidRequest(
+            f"chat_template_content_format must be auto, string or openai, got {value!r}.", param="chat_template_content_format"
+        )
+    return cast(Literal["auto", "string", "openai"], value)
 
 
 def _split_conversations(messages: Any) -> list[list[dict[str, Any]]]:

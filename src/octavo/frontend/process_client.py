@@ -154,7 +154,7 @@ class ProcessClient:
     async def _discard_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            await asyncio.to_thread(process.close)
+            await process.aclose()
 
     # ---- requests
 
@@ -285,10 +285,10 @@ class ProcessClient:
 
     async def ping(self) -> EngineStats:
         """A round trip through the engine's own loop: an answer proves that it turns."""
-        return (await self._call(lambda call_id: Ping(call_id))).stats
+        return (await self._call(Ping)).stats
 
     async def reset_prefix_cache(self) -> bool:
-        return (await self._call(lambda call_id: ResetPrefixCache(call_id))).result
+        return (await self._call(ResetPrefixCache)).result
 
     async def _call(self, message: Callable[[int], Ping | ResetPrefixCache]) -> Pong:
         self.check_alive()

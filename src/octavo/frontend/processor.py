@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
@@ -94,6 +94,8 @@ class InputProcessor:
         if lora_request is not None:
             raise NotYet("lora_request: Octavo does not do LoRA adapters yet. Leave it out.")
         salt = _check_salt(cache_salt if cache_salt is not None else parsed.cache_salt)
+        if truncate_prompt_tokens is None:
+            self.check_text_length(parsed, sampling)
         token_ids = self._token_ids(parsed, add_special_tokens)
         token_ids = self._truncate(token_ids, sampling, truncate_prompt_tokens, truncation_side)
         self._check_length(token_ids, sampling)
@@ -193,9 +195,7 @@ class InputProcessor:
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
         return token_ids
 
-    def _truncate(
-        self, token_ids: list[int], sampling: SamplingParams, limit: int | None, side: Literal["left", "right"]
-    ) -> list[int]:
+    def _truncate(self, token_ids: list[int], sampling: SamplingParams, limit: int | None, side: Literal["left", "right"]) -> list[int]:
         if limit is None:
             return token_ids
         if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
@@ -209,11 +209,20 @@ class InputProcessor:
         return token_ids[-limit:] if side == "left" else token_ids[:limit]
 
     def _check_length(self, token_ids: list[int], sampling: SamplingParams) -> None:
-        if len(token_ids) < self.max_model_len:
-            return
+        if len(token_ids) >= self.max_model_len:
+            self._refuse_length(str(len(token_ids)), sampling)
+
+    def check_text_length(self, parsed: ParsedPrompt, sampling: SamplingParams) -> None:
+        """Refuse a text that is far too long without tokenizing it."""
+        if parsed.token_ids is None and parsed.text is not None and self._tokenizer is not None:
+            fewest = len(parsed.text) // max(1, self._tokenizer.longest_token)
+            if fewest >= self.max_model_len:
+                self._refuse_length(f"at least {fewest}", sampling)
+
+    def _refuse_length(self, prompt_tokens: str, sampling: SamplingParams) -> NoReturn:
         output = "output up to the limit was" if sampling.max_tokens is None else f"{sampling.max_tokens} output tokens were"
         raise InvalidRequest(
-            f"This model's context length is {self.max_model_len} tokens, but the prompt has {len(token_ids)} tokens and {output} "
+            f"This model's context length is {self.max_model_len} tokens, but the prompt has {prompt_tokens} tokens and {output} "
             f"asked for. Shorten the prompt to at most {self.max_model_len - 1} tokens (or use truncate_prompt_tokens).",
             param="prompt",
             code="context_length_exceeded",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from octavo.errors import InvalidRequest, NotYet
 
@@ -73,8 +73,8 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             param="prompt",
         ) from None
     if items and all(_is_integer(item) for item in items):
-        return [items]
-    return items
+        return [cast(Sequence[int], items)]
+    return cast(list[Prompt], items)
 
 
 def _is_integer(value: Any) -> bool:
@@ -93,9 +93,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             f"A prompt dict needs prompt (text) or prompt_token_ids (ids); got the keys {', '.join(map(repr, prompt)) or 'none'}.",
             param="prompt",
         )
-    return ParsedPrompt(
-        None if text is None else _valid_text(text), None if ids is None else _parse_ids(ids), prompt.get("cache_salt")
-    )
+    return ParsedPrompt(None if text is None else _valid_text(text), None if ids is None else _parse_ids(ids), prompt.get("cache_salt"))
 
 
 def _parse_ids(ids: Any) -> list[int]:

@@ -17,6 +17,7 @@ from octavo.errors import OctavoError, RequestFailed
 from octavo.frontend.outputs import CompletionOutput, FinishedRequest, Logprob, PositionLogprobs, RequestOutput
 from octavo.frontend.processor import Prepared
 from octavo.frontend.text.detokenizer import IncrementalDetokenizer
+from octavo.frontend.text.logprobs import token_label
 from octavo.frontend.text.stops import StopStrings
 from octavo.protocol.engine import FinishReason, LogprobRow, RequestTimes, TokenDelta
 from octavo.protocol.params import RequestOutputKind, SamplingParams
@@ -96,9 +97,10 @@ class SequenceState:
         assert self._detokenizer is not None
         assert self._stops is not None
         for taken, token_id in enumerate(shown, start=1):
-            self.text += self._stops.push(self._detokenizer.push([token_id]), len(self.token_ids) + taken)
-            if self._stops.matched is not None:
-                self.stop_reason = self._stops.matched
+            update = self._stops.push(self._detokenizer.push([token_id]))
+            self.text += update.text
+            if update.stop is not None:
+                self.stop_reason = update.stop
                 return taken
         return len(shown)
 
@@ -109,9 +111,10 @@ class SequenceState:
         if self._stops is None:
             self.text += tail
             return
-        self.text += self._stops.push(tail, len(self.token_ids)) if tail else ""
-        if self._stops.matched is not None:
-            self.stop_reason = self._stops.matched
+        update = self._stops.push(tail, num_tokens=0)
+        self.text += update.text
+        if update.stop is not None:
+            self.stop_reason = update.stop
         else:
             self.text += self._stops.flush()
 
@@ -178,9 +181,7 @@ class RequestState:
         self.error: OctavoError | None = None
         self.num_cached_tokens: int | None = None
         self.times = RequestTimes()
-        self.sequences = [
-            SequenceState(i, request.prompt_token_ids, request.sampling, tokenizer) for i in range(request.sampling.n)
-        ]
+        self.sequences = [SequenceState(i, request.prompt_token_ids, request.sampling, tokenizer) for i in range(request.sampling.n)]
         self._arrival_time = request.arrival_time
         self._tokenizer = tokenizer
         self._abort_sibling = abort_sibling
@@ -334,7 +335,7 @@ def position_logprobs(row: LogprobRow, tokenizer: Tokenizer | None) -> PositionL
     """One position: the token that is there first, then the most likely ones. Each with its own text."""
 
     def text(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.token_text(token_id)
+        return None if tokenizer is None else token_label(tokenizer, token_id)
 
     result = {row.token_id: Logprob(row.logprob, row.rank, text(row.token_id))}
     for rank, (token_id, logprob) in enumerate(zip(row.top_ids, row.top_logprobs, strict=True), start=1):

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.utils import floatToGoString
 
 
 class Histogram:
@@ -31,8 +30,12 @@ class Histogram:
         buckets, total = [], 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            buckets.append((floatToGoString(bound), total))
+            buckets.append((_bound_label(bound), total))
         family.add_metric(labels, buckets, sum_value=self._sum)
+
+
+def _bound_label(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(float(bound))
 
 
 def one_two_five(limit: float) -> list[float]:

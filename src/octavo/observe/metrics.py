@@ -73,7 +73,7 @@ class Metrics(Collector):
         itl = Histogram(SECONDS_ITL)
         self._histograms = {name: Histogram(bounds.get(name, SECONDS_REQUEST)) for name in HISTOGRAMS}
         self._histograms["inter_token_latency_seconds"] = self._histograms["time_per_output_token_seconds"] = itl
-        self._success: Counter[str] = Counter({reason: 0 for reason in ("stop", "length", "abort", "error")})
+        self._success: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
         self._rejected = 0
         self._last_step = -1
         self._http = HttpMetrics()

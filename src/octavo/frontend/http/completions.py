@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from octavo.frontend.http.generation import Generation, UsageCounter
-from octavo.frontend.http.logprobs import TokenNames, completion_logprobs, next_offset, prompt_logprobs
+from octavo.frontend.http.logprobs import CompletionScores, TokenNames, joined, prompt_logprobs
 from octavo.frontend.http.prompts import EncodedPrompt
 from octavo.frontend.http.replies import Completion, CompletionChoice
 from octavo.frontend.http.sse import event
@@ -30,6 +30,7 @@ class CompletionOptions:
     prompt_only: bool
     """`echo` with max_tokens 0: score the prompt; the one token that the engine makes on the way is not part of the reply."""
     logprobs: bool
+    skip_special_tokens: bool
     names: TokenNames
     prompt_logprobs: bool
     """The extension of that name was asked for."""
@@ -42,9 +43,9 @@ class CompletionOptions:
 class _Choice:
     """What has been sent of one choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, scores: CompletionScores) -> None:
         self.begun = False
-        self.offset = 0
+        self.scores = scores
 
 
 class CompletionWriter:
@@ -53,7 +54,11 @@ class CompletionWriter:
     def __init__(self, options: CompletionOptions) -> None:
         self._o = options
         self._usage = UsageCounter(details=options.usage_details)
-        self._choices = [_Choice() for _ in range(options.n * len(options.prompts))]
+        self._choices = [
+            _Choice(CompletionScores(options.names, prompt, skip_special_tokens=options.skip_special_tokens))
+            for prompt in options.prompts
+            for _ in range(options.n)
+        ]
         self._prompt_rows: dict[int, list[PositionLogprobs | None] | None] = {}
 
     async def whole(self, generation: Generation) -> Completion:
@@ -117,17 +122,13 @@ class CompletionWriter:
         index = number * o.n + output.index
         state = self._choices[index]
         choice = CompletionChoice(index, output.text, finish_reason=output.finish_reason)
-        token_ids, rows = list(output.token_ids), list(output.logprobs or ())
-        if not state.begun:
-            state.begun = True
+        begins, state.begun = not state.begun, True
+        if begins:
             self._begin(choice, number)
-            if o.echo_texts is not None and o.logprobs:
-                prompt_ids = o.prompts[number].token_ids
-                token_ids = prompt_ids + token_ids
-                rows = [*self._echo_rows(number), *rows]  # type: ignore[list-item]
         if o.logprobs:
-            choice.logprobs = completion_logprobs(o.names, token_ids, rows, state.offset)
-            state.offset = next_offset(choice.logprobs, state.offset)
+            pieces = [state.scores.prompt(self._prompt_rows.get(number))] if begins and o.echo_texts is not None else []
+            pieces.append(state.scores.outputs(output.token_ids, output.logprobs or ()))
+            choice.logprobs = joined(pieces)
         if o.return_token_ids:
             choice.token_ids = list(output.token_ids)
         if output.finish_reason is not None:
@@ -144,10 +145,6 @@ class CompletionWriter:
         if o.prompt_logprobs:
             choice.prompt_logprobs = prompt_logprobs(self._prompt_rows.get(number))
 
-    def _echo_rows(self, number: int) -> list[PositionLogprobs | None]:
-        rows = self._prompt_rows.get(number)
-        return rows if rows is not None else [None] * len(self._o.prompts[number].token_ids)
-
     def _prompt_only_choices(self, number: int) -> list[CompletionChoice]:
         """The prompt itself as the text of every choice, scored when logprobs were asked for."""
         o = self._o
@@ -156,7 +153,7 @@ class CompletionWriter:
             choice = CompletionChoice(number * o.n + i, "", finish_reason="length", stop_reason=None)
             self._begin(choice, number)
             if o.logprobs:
-                choice.logprobs = completion_logprobs(o.names, o.prompts[number].token_ids, self._echo_rows(number), 0)
+                choice.logprobs = self._choices[choice.index].scores.prompt(self._prompt_rows.get(number))
             if o.return_token_ids:
                 choice.token_ids = []
             choices.append(choice)

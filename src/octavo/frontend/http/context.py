@@ -102,7 +102,9 @@ def request_id(request: Request, prefix: str, given: str | None) -> str:
     """
     own = given or request.headers.get("x-request-id") or request.state.request_id
     if len(own) > MAX_ID_CHARS or not own.isprintable() or not own.isascii():
-        raise InvalidRequest(f"request_id must be at most {MAX_ID_CHARS} printable ASCII characters, got {short_repr(own)}.", param="request_id")
+        raise InvalidRequest(
+            f"request_id must be at most {MAX_ID_CHARS} printable ASCII characters, got {short_repr(own)}.", param="request_id"
+        )
     return f"{prefix}-{own}"
 
 

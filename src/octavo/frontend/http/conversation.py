@@ -35,7 +35,9 @@ def check_tools(body: ChatRequest) -> None:
     if choice is None or choice == "none":
         return
     if isinstance(choice, str) and choice not in ("auto", "required"):
-        raise InvalidRequest(f"tool_choice must be none, auto, required or a named function, got {short_repr(choice)}.", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice must be none, auto, required or a named function, got {short_repr(choice)}.", param="tool_choice"
+        )
     if body.tools is None:
         raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
     if isinstance(choice, dict):
@@ -64,7 +66,9 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
         )
     kwargs = dict(body.chat_template_kwargs or {})
     if clash := sorted(RESERVED & kwargs.keys() - {"chat_template"}):
-        raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(clash)}: use the request's own field.", param="chat_template_kwargs")
+        raise InvalidRequest(
+            f"chat_template_kwargs must not hold {', '.join(clash)}: use the request's own field.", param="chat_template_kwargs"
+        )
     template = body.chat_template or kwargs.pop("chat_template", None)
     if template is not None and not trust_template:
         raise InvalidRequest(
@@ -89,7 +93,9 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
         raise
     except Exception as e:
         # A template is a program of the model's author: whatever it trips over is something in these messages.
-        raise InvalidRequest(f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages") from e
+        raise InvalidRequest(
+            f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages"
+        ) from e
     if body.add_special_tokens:
         ids = await encode_text(llm, text, add_special_tokens=True)
     else:

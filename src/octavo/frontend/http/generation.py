@@ -186,9 +186,7 @@ class Generation:
         self._tracker.close(self._error)
 
 
-async def answer(
-    request: Request, ctx: ServerContext, job: Job, tracker: RequestTracker, writer: Writer, *, stream: bool
-) -> Response:
+async def answer(request: Request, ctx: ServerContext, job: Job, tracker: RequestTracker, writer: Writer, *, stream: bool) -> Response:
     """Runs `job` and replies with what `writer` makes of it; ends the job when the client goes.
 
     Raises:

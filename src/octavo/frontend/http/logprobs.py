@@ -5,78 +5,110 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from octavo.errors import InvalidRequest
+from octavo.frontend.http.prompts import EncodedPrompt
 from octavo.frontend.http.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from octavo.frontend.outputs import Logprob, PositionLogprobs
+from octavo.frontend.outputs import PositionLogprobs
+from octavo.frontend.text.logprobs import TextOffsets, TokenDisplay, display_token
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+TAIL = 16
+"""Prompt tokens that decide how the first output token joins the text."""
 
 
 class TokenNames:
     """How tokens are spelled in replies: their own text, or `token_id:123`."""
 
     def __init__(self, llm: AsyncLLM, *, as_ids: bool) -> None:
-        self._llm = llm
         self._as_ids = as_ids
+        self.tokenizer: Tokenizer | None = None
+        try:
+            self.tokenizer = llm.tokenizer
+        except InvalidRequest:
+            pass  # skip_tokenizer_init: ids are all there is
 
-    def name(self, token_id: int, logprob: Logprob | None = None) -> str:
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        if logprob is not None and logprob.decoded_token is not None:
-            return logprob.decoded_token
-        return self._llm.tokenizer.token_text(token_id)
-
-    def bytes(self, token_id: int, name: str) -> list[int]:
-        """The token's own bytes: half a character has bytes, though no text."""
-        return list(name.encode()) if self._as_ids else list(self._llm.tokenizer.token_bytes(token_id))
+    def show(self, token_id: int) -> TokenDisplay:
+        return display_token(self.tokenizer, token_id, as_id=self._as_ids)
 
 
-def completion_logprobs(
-    names: TokenNames, token_ids: Sequence[int], rows: Sequence[PositionLogprobs | None], offset: int
-) -> CompletionLogprobs:
-    """One entry a token. A row that is None (the first prompt token has no logprob) gives nulls.
+class CompletionScores:
+    """The `logprobs` of one choice of a completion, piece by piece. `text_offset` points into the text that is returned."""
 
-    `text_offset` starts at `offset` and rises by the length of each token's own text; `next_offset` goes on from there.
-    """
-    result = CompletionLogprobs([], [], [], [])
-    for token_id, row in zip(token_ids, rows, strict=True):
-        own = None if row is None else row.get(token_id)
-        name = names.name(token_id, own)
-        result.text_offset.append(offset)
-        result.tokens.append(name)
-        result.token_logprobs.append(None if own is None else finite(own.logprob))
-        result.top_logprobs.append(None if row is None else _by_name(names, row))
-        offset += len(name)
-    return result
+    def __init__(self, names: TokenNames, prompt: EncodedPrompt, *, skip_special_tokens: bool) -> None:
+        self._names = names
+        self._prompt = prompt
+        self._skip = skip_special_tokens
+        self._offset = 0
+        self._outputs: TextOffsets | None = None
+
+    def prompt(self, rows: Sequence[PositionLogprobs | None] | None) -> CompletionLogprobs:
+        """The prompt's part, for `echo`. The first token has no logprob; no rows: none has."""
+        ids = self._prompt.token_ids
+        rows = [None] * len(ids) if rows is None else rows
+        return self._piece(ids, rows, self._prompt_offsets())
+
+    def outputs(self, ids: Sequence[int], rows: Sequence[PositionLogprobs]) -> CompletionLogprobs:
+        """The next output tokens."""
+        tokenizer = self._names.tokenizer
+        if tokenizer is None:
+            return self._piece(ids, rows, [0] * len(ids))
+        if self._outputs is None:
+            tail = self._prompt.token_ids[-TAIL:]
+            self._outputs = TextOffsets(tokenizer, tail, skip_special_tokens=self._skip, start=self._offset)
+        return self._piece(ids, rows, self._outputs.push(ids))
+
+    def _prompt_offsets(self) -> list[int]:
+        ids, tokenizer = self._prompt.token_ids, self._names.tokenizer
+        if tokenizer is None:
+            return [0] * len(ids)
+        # The echoed text is what was sent: a BOS that the tokenizer put before it is not in it.
+        added, prefix = 0, tokenizer.prefix
+        text = self._prompt.text
+        if text is not None and prefix and ids[: len(prefix)] == prefix:
+            added = 0 if text.startswith(tokenizer.decode(prefix, skip_special_tokens=False)) else len(prefix)
+        offsets = TextOffsets(tokenizer, ids[:added], skip_special_tokens=False)
+        result = [0] * added + offsets.push(ids[added:])
+        self._offset = len(text) if text is not None else offsets.offset
+        return result
+
+    def _piece(self, ids: Sequence[int], rows: Sequence[PositionLogprobs | None], offsets: list[int]) -> CompletionLogprobs:
+        result = CompletionLogprobs(offsets, [], [], [])
+        for token_id, row in zip(ids, rows, strict=True):
+            own = None if row is None else row.get(token_id)
+            result.tokens.append(self._names.show(token_id).token)
+            result.token_logprobs.append(None if own is None else finite(own.logprob))
+            result.top_logprobs.append(
+                None if row is None else {self._names.show(i).token: finite(entry.logprob) for i, entry in row.items()}
+            )
+        return result
 
 
-def next_offset(logprobs: CompletionLogprobs, offset: int) -> int:
-    return logprobs.text_offset[-1] + len(logprobs.tokens[-1]) if logprobs.tokens else offset
-
-
-def _by_name(names: TokenNames, row: PositionLogprobs) -> dict[str, float]:
-    """Different tokens can share a text (halves of characters do): the token of this position comes first and wins."""
-    result: dict[str, float] = {}
-    for token_id, entry in row.items():
-        result.setdefault(names.name(token_id, entry), finite(entry.logprob))
-    return result
+def joined(pieces: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+    whole = CompletionLogprobs([], [], [], [])
+    for piece in pieces:
+        whole.text_offset += piece.text_offset
+        whole.token_logprobs += piece.token_logprobs
+        whole.tokens += piece.tokens
+        whole.top_logprobs += piece.top_logprobs
+    return whole
 
 
 def chat_logprobs(names: TokenNames, token_ids: Sequence[int], rows: Sequence[PositionLogprobs], top: int) -> ChatLogprobs:
     """`top` alternatives a token (-1: all there are), most likely first."""
     content = []
     for token_id, row in zip(token_ids, rows, strict=True):
-        own = row[token_id]
-        name = names.name(token_id, own)
+        own = names.show(token_id)
         ranked = sorted(row.items(), key=lambda item: -item[1].logprob)
         alternatives = []
         for other_id, other in ranked if top == -1 else ranked[:top]:
-            other_name = names.name(other_id, other)
-            alternatives.append(TopLogprob(other_name, finite(other.logprob), names.bytes(other_id, other_name)))
-        content.append(ChatLogprob(name, finite(own.logprob), names.bytes(token_id, name), alternatives))
+            shown = names.show(other_id)
+            alternatives.append(TopLogprob(shown.token, finite(other.logprob), shown.bytes))
+        content.append(ChatLogprob(own.token, finite(row[token_id].logprob), own.bytes, alternatives))
     return ChatLogprobs(content)
 
 

@@ -65,7 +65,9 @@ def _check_constraints(body: GenerationRequest) -> None:
         if kind == "json_schema":
             schema = response_format.get("json_schema")
             if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-                raise InvalidRequest("response_format of type json_schema needs json_schema.schema, a JSON schema.", param="response_format")
+                raise InvalidRequest(
+                    "response_format of type json_schema needs json_schema.schema, a JSON schema.", param="response_format"
+                )
         if kind in ("json_object", "json_schema", "structural_tag"):
             raise NotYet(f"response_format of type {kind} (structured output) is not supported yet; use type text and ask in the prompt.")
         if kind != "text":
@@ -77,7 +79,12 @@ def _check_constraints(body: GenerationRequest) -> None:
 
 
 def sampling_params(
-    body: GenerationRequest, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: GenerationRequest,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """`max_tokens` None fills the context; the server's own limit, if it has one, caps it.
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Ints = Annotated[list[int], FailFast()]
-Strings = Annotated[list[str], FailFast()]
-Items = Annotated[list[Any], FailFast()]
-Objects = Annotated[list[dict[str, Any]], FailFast()]
+Ints = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Items = Annotated[list[Any], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Schema(BaseModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import importlib
 import logging
@@ -17,16 +18,18 @@ import signal
 import socket
 import ssl
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import uvicorn
 
 from octavo.config.args import EngineArgs
 from octavo.errors import ConfigError
 from octavo.frontend.async_llm import AsyncLLM
+from octavo.frontend.client import Progress
 from octavo.frontend.http.app import build_app
 from octavo.frontend.http.settings import ServerSettings
+from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
 
 logger = logging.getLogger("octavo.server")
@@ -38,19 +41,23 @@ ENGINE_STOP_TIMEOUT = 10.0
 """Seconds the engine process gets to end by itself; it is killed with this process anyway."""
 
 
-def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None = None, **start_options: Any) -> None:
+def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None = None, progress: Progress | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Returns after a clean shutdown.
 
     Args:
         report: shows the start-up report; default `octavo.cli.report.startup_report`, else one log line.
-        start_options: passed to `AsyncLLM.start` (progress callbacks).
+        progress: called with (phase, done, total) while the model is fetched and loaded.
 
     Raises:
         OctavoError: the server cannot start; the message is for the user.
     """
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
+    if args.disable_log_stats:
+        settings = dataclasses.replace(settings, log_stats_interval=0.0)
     with bound_socket(settings) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_main(args, settings, sock, report or _default_report(), start_options))
+        # Before the loop runs: this may download a model, and Ctrl-C must work meanwhile.
+        llm = AsyncLLM.from_engine_args(args, progress=progress)
+        runner.run(_main(llm, settings, sock, report or _default_report(), progress))
 
 
 @contextlib.contextmanager
@@ -123,7 +130,7 @@ class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handling: `_Signals` decides."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -152,7 +159,7 @@ class _Signals:
                 loop.remove_signal_handler(s)
 
 
-async def _main(args: EngineArgs, settings: ServerSettings, sock: socket.socket, report: Report, start_options: dict[str, Any]) -> None:
+async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, report: Report, progress: Progress | None) -> None:
     stop = asyncio.Event()
     server: _Uvicorn | None = None
     serving: asyncio.Task[None] | None = None
@@ -168,39 +175,37 @@ async def _main(args: EngineArgs, settings: ServerSettings, sock: socket.socket,
             serving.cancel()
 
     with _Signals(first, second).installed():
-        async with _engine(args, stop, start_options) as llm:
-            if llm is None:
+        try:
+            if not await _ready_before(stop, llm, progress):
                 return
-            app = build_app(llm, settings, served_model_names=args.served_model_name)
-            server = _Uvicorn(_uvicorn_config(app, settings))
+            server = _Uvicorn(_uvicorn_config(build_app(llm, settings, served_model_names=llm.args.served_model_name), settings))
             report(llm.ready_report, llm.config, settings)
             logger.info("Listening on %s", server_url(settings, sock))
             serving = asyncio.ensure_future(server.serve(sockets=[sock]))
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
+        finally:
+            await _end(llm)
 
 
-@contextlib.asynccontextmanager
-async def _engine(args: EngineArgs, stop: asyncio.Event, options: dict[str, Any]) -> AsyncIterator[AsyncLLM | None]:
-    """A started engine, or None when asked to stop before it was up. Ended on the way out, whatever happens."""
-    starting = asyncio.ensure_future(AsyncLLM.start(args, **options))
+async def _ready_before(stop: asyncio.Event, llm: AsyncLLM, progress: Progress | None) -> bool:
+    """Waits for the engine. False: asked to stop first."""
+    starting = asyncio.ensure_future(llm.wait_ready(progress))
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not starting.done():
-        starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
-        yield None
-        return
-    llm = starting.result()
     try:
-        yield llm
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+        return starting.done()
     finally:
-        try:
-            await asyncio.wait_for(llm.shutdown(), ENGINE_STOP_TIMEOUT)
-        except TimeoutError:
-            logger.warning("The engine did not end within %.0f s; it is killed.", ENGINE_STOP_TIMEOUT)
+        await cancel(starting, stopping)
+
+
+async def _end(llm: AsyncLLM) -> None:
+    try:
+        await asyncio.wait_for(llm.shutdown(), ENGINE_STOP_TIMEOUT)
+    except TimeoutError:
+        logger.warning("The engine did not end within %.0f s; it is killed.", ENGINE_STOP_TIMEOUT)
 
 
 def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
@@ -234,8 +239,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         import uvloop
     except ImportError:
         return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+    return cast("Callable[[], asyncio.AbstractEventLoop]", uvloop.new_event_loop)
 
 
 def _default_report() -> Report:

@@ -141,9 +141,13 @@ def _byte_level_bpe(tokens: list[str], merges: Any, pre_name: str, path: str) ->
     vocab = {token: i for i, token in enumerate(tokens)}
     # The cut is looked for from the second character on: a part may itself be a space.
     pairs = [(m[:cut], m[cut + 1 :]) for m in merges if (cut := m.find(" ", 1)) > 0]
-    pairs = [(a, b) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
     pre = _PRE_TOKENIZERS.get(pre_name, _GPT2)
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.ignore_merges))
+    try:
+        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.ignore_merges)
+    except Exception:  # some merges are of tokens that were cut from the vocabulary: those can never apply
+        pairs = [(a, b) for a, b in pairs if a in vocab and b in vocab and a + b in vocab]
+        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre.ignore_merges)
+    tokenizer = tokenizers.Tokenizer(model)
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _default_pre_tokenizer() if pre_name == "default" else _pre_tokenizer(pre)

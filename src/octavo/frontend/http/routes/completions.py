@@ -88,6 +88,7 @@ async def _plan(ctx: ServerContext, request: Request, body: CompletionRequest, j
         echo_texts=tuple(prompt_text(ctx.llm, p) for p in encoded) if body.echo else None,
         prompt_only=prompt_only,
         logprobs=body.logprobs is not None,
+        skip_special_tokens=params.skip_special_tokens,
         names=TokenNames(ctx.llm, as_ids=as_ids),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),

@@ -12,7 +12,8 @@ from octavo.frontend.http.context import context_of, json_response
 router = APIRouter()
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 with no body, or 503 when the engine is gone for good or hangs (it has work but finishes no step)."""
     try:
@@ -22,7 +23,8 @@ async def health(request: Request) -> Response:
     return Response(status_code=200)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """The same, as SageMaker asks."""
     return await health(request)

@@ -1,0 +1,419 @@
+"""What to compute in the next step.
+
+One token budget a step, spent in this order: a decode for every running request that can take one; chunks of prompts that are being
+computed; admissions. When decodes share the step with prompts, chunks are sized so that the step lasts about `target_step_ms`.
+
+Fairness among prompts: on even turns the oldest prompt goes first, on odd turns the shortest of the others and the newcomers do. So
+a 32k prompt neither stalls the short ones behind it nor stops.
+
+Memory: a request is admitted when the cache has room for what it and all running requests are *expected* to need in the end, so
+that running out is rare. When it happens: unreferenced cached blocks go first, then held requests, then the request that has least
+to lose is preempted and recomputed later. A request that has been evicted `MOST_EVICTIONS` times is protected while there is another
+victim, and among the protected the oldest wins: somebody always finishes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.config.types import SchedulerConfig
+from octavo.core.batch import Batch
+from octavo.core.kv.block_pool import NULL_BLOCK, OutOfBlocks
+from octavo.core.kv.manager import KVManager, Match
+from octavo.core.lifecycle import Lifecycle
+from octavo.core.policy import Policy, WaitingQueue
+from octavo.core.request import Request, RequestState
+from octavo.core.step_time import StepTimeModel, chunk_pairs
+from octavo.protocol.step import Int32, SlotInit, StepPlan
+
+logger = logging.getLogger(__name__)
+
+CHUNK_FLOOR = 32
+"""Prompt tokens a step computes however long its decodes take."""
+PROMPT_STEP_FACTOR = 4.0
+"""A step of prompts alone may last this many times the target: nobody's stream waits for it, but newcomers and aborts do."""
+MOST_EVICTIONS = 3
+
+
+@dataclass
+class PromptBudget:
+    """What is left for prompts in one step: tokens, and seconds when there is a target."""
+
+    tokens: int
+    seconds: float | None
+    floor: int
+    model: StepTimeModel
+    whole: int
+    """`tokens` before anything was spent."""
+
+    def room(self, start: int, wanted: int) -> int:
+        """Tokens of a chunk after `start` others, at most `wanted`."""
+        count = min(wanted, self.tokens)
+        if self.seconds is not None and count > self.floor:
+            count = max(self.floor, min(count, self.model.largest_chunk(start, self.seconds)))
+        return count
+
+    def spend(self, start: int, count: int) -> None:
+        self.tokens -= count
+        self.floor = max(0, self.floor - count)
+        if self.seconds is not None:
+            self.seconds -= self.model.cost(start, count)
+
+
+@dataclass
+class Draft:
+    """A plan in the making. Rows after the decodes: (slot, start, count, sample)."""
+
+    step: int
+    decodes: Int32
+    rows: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    init: list[SlotInit] = field(default_factory=list)
+    diffs: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (len(self.decodes) or self.rows)
+
+
+class Scheduler:
+    """Plans steps over the shared state of one engine core."""
+
+    def __init__(self, config: SchedulerConfig, batch: Batch, kv: KVManager, queue: WaitingQueue, policy: Policy, life: Lifecycle) -> None:
+        self.config = config
+        self.batch = batch
+        self.kv = kv
+        self.queue = queue
+        self.policy = policy
+        self.life = life
+        self.step_time = StepTimeModel()
+        self._turn = 0
+        self._promised = 0
+        """Rows passed over in this turn that get a block when steps in flight settle."""
+        self._refused: tuple[Request, int] | None = None
+        """The request that did not fit last time, and the blocks there were."""
+
+    def plan(self, step: int, now: float, in_flight: int) -> StepPlan | None:
+        """The next step, or None when there is nothing that can be computed right now.
+
+        Args:
+            step: its id.
+            now: time.monotonic().
+            in_flight: steps launched and not settled yet.
+        """
+        self._promised = 0
+        draft = Draft(step, np.empty(0, np.int32))
+        budget = self.config.max_num_batched_tokens
+        self._plan_decodes(draft, self._decode_budget(), in_flight)
+        prompts = self._prompt_budget(draft, budget - len(draft.decodes))
+        computing = self._computing(draft)
+        contended = len(computing) > 1 or (bool(computing) and len(self.queue) > 0)
+        self._turn += contended
+        if contended and self._turn % 2:
+            self._plan_prompts(draft, computing[1:], prompts, in_flight)
+            self._admit(draft, prompts, now, in_flight)
+            self._plan_prompts(draft, computing[:1], prompts, in_flight)
+        else:
+            self._plan_prompts(draft, computing, prompts, in_flight)
+            self._admit(draft, prompts, now, in_flight)
+        return None if draft.empty else self._finish(draft)
+
+    # Decodes
+
+    def _decode_budget(self) -> int:
+        """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait."""
+        budget = self.config.max_num_batched_tokens
+        prompts = len(self.queue) > 0 or bool((self.batch.running & (self.batch.known - self.batch.scheduled > 1)).any())
+        return max(1, budget - max(1, budget // 4)) if prompts and budget < self.batch.max_seqs else budget
+
+    def _plan_decodes(self, draft: Draft, budget: int, in_flight: int) -> None:
+        batch = self.batch
+        ready = batch.running & (batch.known - batch.scheduled == 1) & (batch.known < batch.limit)
+        if in_flight:
+            ready &= ~(batch.synchronous & (batch.in_flight > 0))
+        slots: Int32 = np.flatnonzero(ready).astype(np.int32)
+        if len(slots) > budget:
+            oldest = np.argsort(batch.last_step[slots], kind="stable")[:budget]
+            slots = np.sort(slots[oldest])
+        full = batch.scheduled[slots] >= self.kv.lengths[slots] * self.kv.block_size
+        if full.any():
+            growing = slots[full]
+            if len(growing) <= self.kv.available:
+                self.kv.extend_each(growing)
+            else:
+                growing = self._grow_under_pressure(growing, draft.step, in_flight)
+                grown = np.zeros(batch.max_seqs, np.bool_)
+                grown[growing] = True
+                slots = slots[batch.running[slots] & (~full | grown[slots])]
+            index = self.kv.lengths[growing] - 1
+            draft.diffs.extend(zip(growing.tolist(), index.tolist(), self.kv.table[growing, index].tolist(), strict=True))
+        draft.decodes = slots
+        batch.last_step[slots] = draft.step
+
+    def _grow_under_pressure(self, slots: Int32, step: int, in_flight: int) -> Int32:
+        """One more block for as many of `slots` as possible, most important first. Returns those that got one."""
+        requests = sorted((self.batch.occupant(int(slot)) for slot in slots), key=self._keep_key)
+        grown = []
+        for request in requests:
+            if request.state is not RequestState.RUNNING:
+                continue
+            try:
+                if self._make_room(request, step, in_flight):
+                    self.kv.extend_each(np.array([request.slot], np.int32))
+                    grown.append(request)
+            except Exception as error:
+                self._planning_failed(request, error)
+        return np.array(sorted(r.slot for r in grown if r.state is RequestState.RUNNING), np.int32)
+
+    # Prompts
+
+    def _prompt_budget(self, draft: Draft, tokens: int) -> PromptBudget:
+        target = self.config.target_step_ms
+        if target is None or not self.config.chunked_prefill:
+            return PromptBudget(tokens, None, 0, self.step_time, tokens)
+        decodes = draft.decodes
+        if len(decodes):
+            pairs = float(self.batch.scheduled[decodes].sum(dtype=np.int64)) + len(decodes)
+            seconds = target / 1000.0 - self.step_time.predict(len(decodes), pairs)
+            most = self.step_time.most_tokens() - len(decodes)
+        else:
+            seconds = PROMPT_STEP_FACTOR * target / 1000.0 - self.step_time.predict(0, 0.0)
+            most = self.step_time.most_tokens()
+        tokens = min(tokens, max(most, CHUNK_FLOOR))
+        return PromptBudget(tokens, seconds, CHUNK_FLOOR, self.step_time, tokens)
+
+    def _computing(self, draft: Draft) -> list[Request]:
+        """Admitted requests whose prompt is not computed yet: the oldest, then the others, shortest rest first."""
+        batch = self.batch
+        rest = batch.known - batch.scheduled
+        slots = np.flatnonzero(batch.running & (rest > 1))
+        if not len(slots):
+            return []
+        requests = sorted((batch.occupant(slot) for slot in slots.tolist()), key=self._keep_key)
+        return [requests[0], *sorted(requests[1:], key=lambda r: int(rest[r.slot]))]
+
+    def _plan_prompts(self, draft: Draft, requests: list[Request], budget: PromptBudget, in_flight: int) -> None:
+        for request in requests:
+            if budget.tokens <= 0:
+                return
+            if request.state is not RequestState.RUNNING or self.batch.last_step[request.slot] == draft.step:
+                continue
+            try:
+                self._plan_chunk(draft, request, budget, in_flight)
+            except Exception as error:
+                self._planning_failed(request, error)
+
+    def _plan_chunk(self, draft: Draft, request: Request, budget: PromptBudget, in_flight: int) -> None:
+        slot, kv = request.slot, self.kv
+        start = int(self.batch.scheduled[slot])
+        rest = int(self.batch.known[slot]) - start
+        count = self._chunk(request, budget, start, rest)
+        have = int(kv.lengths[slot])
+        if count and kv.blocks_for(start + count) - have > kv.available:
+            # Decodes and older prompts are served by now: make room only if nothing else can go on.
+            if have * kv.block_size <= start and not kv.available and draft.empty and not self._make_room(request, draft.step, in_flight):
+                return
+            count = min(count, (have + kv.available) * kv.block_size - start)
+        if count <= 0:
+            return
+        kv.extend(slot, start + count)
+        blocks = kv.table[slot, have : kv.lengths[slot]].tolist()
+        draft.diffs.extend((slot, have + i, block) for i, block in enumerate(blocks))
+        self._add_row(draft, slot, start, count, count == rest)
+        budget.spend(start, count)
+
+    def _chunk(self, request: Request, budget: PromptBudget, start: int, rest: int) -> int:
+        """Tokens of the next chunk of a prompt that has `rest` left; 0 is none in this step."""
+        threshold = self.config.long_prefill_token_threshold
+        wanted = min(rest, threshold) if 0 < threshold < request.num_prompt else rest
+        if not self.config.chunked_prefill and wanted > budget.tokens:
+            # Whole prompts only, unless this one is larger than what decodes leave.
+            return budget.tokens if wanted > budget.whole else 0
+        return budget.room(start, wanted)
+
+    def _add_row(self, draft: Draft, slot: int, start: int, count: int, sample: bool) -> None:
+        draft.rows.append((slot, start, count, sample))
+        self.batch.last_step[slot] = draft.step
+
+    # Admission
+
+    def _admit(self, draft: Draft, budget: PromptBudget, now: float, in_flight: int) -> None:
+        while budget.tokens > 0 and self.batch.num_free:
+            request = self.queue.peek()
+            if request is None:
+                return
+            try:
+                if not self._try_admit(draft, request, budget, now, in_flight):
+                    return
+            except Exception as error:
+                self._planning_failed(request, error)
+
+    def _try_admit(self, draft: Draft, request: Request, budget: PromptBudget, now: float, in_flight: int) -> bool:
+        """Seat `request` and plan its first chunk. False: not now, and nobody behind it either."""
+        kv, batch = self.kv, self.batch
+        alone = batch.num_seated == 0
+        room = kv.available - batch.outstanding_blocks(kv.lengths)
+        if not alone and self._refused is not None and self._refused[0] is request and room <= self._refused[1]:
+            return False
+        reserve, most = self._expected_blocks(request)
+        match = self._find_match(request)
+        if reserve - len(match.blocks) > room - kv.num_idle(match):
+            if not alone:
+                self._refused = request, room
+                return False
+            source = self.life.fork_source(request)
+            while reserve - len(match.blocks) > kv.available - kv.num_idle(match) and self.life.give_up_held(source):
+                pass
+        self._refused = None
+        known, start = len(request.tokens), match.num_tokens
+        count = self._chunk(request, budget, start, known - start)
+        if count <= 0:
+            return False
+        slot = batch.seat(request, start, reserve, most)
+        kv.attach(slot, match)
+        fits = len(match.blocks) + kv.available - int(match.tail_block != NULL_BLOCK and kv.num_idle(match))
+        if match.tail_block != NULL_BLOCK and fits <= len(match.blocks):
+            start = len(match.blocks) * kv.block_size
+            match = Match(match.blocks, match.chain, NULL_BLOCK, start, match.closed)
+            batch.scheduled[slot] = batch.settled[slot] = start
+            fits = len(match.blocks) + kv.available
+        count = min(count, fits * kv.block_size - start)
+        if count <= 0:
+            return self._unseat(request, in_flight)
+        copy = [kv.copy_tail(slot, match, draft.step)] if match.tail_block != NULL_BLOCK else []
+        kv.extend(slot, start + count)
+        draft.copies.extend(copy)
+        self._add_row(draft, slot, start, count, start + count == known)
+        draft.init.append(
+            SlotInit(
+                slot=slot,
+                token_ids=np.array(request.tokens, np.int32),
+                num_prompt_tokens=request.num_prompt,
+                block_ids=kv.table[slot, : kv.lengths[slot]].copy(),
+                sampling=request.sampling,
+                index=request.index,
+                eos_token_ids=list(request.eos_token_ids),
+                adapter="",
+            )
+        )
+        budget.spend(start, count)
+        self.life.admitted(request, now, start)
+        return True
+
+    def _unseat(self, request: Request, in_flight: int) -> bool:
+        """Undo a seat for which there was not even one block."""
+        slot = request.slot
+        self.kv.release(slot, request.tokens, 0, request.extra_key)
+        self.batch.leave(slot)
+        if self.batch.num_seated == 0 and not in_flight and not self.life.give_up_held():
+            raise RuntimeError("the KV cache has no free block though nothing runs")
+        return False
+
+    def _find_match(self, request: Request) -> Match:
+        most = len(request.tokens) - 1
+        source = self.life.fork_source(request)
+        forked = self.kv.match_run(source, request.tokens, most) if source is not None else Match()
+        if request.sampling.skip_reading_prefix_cache or (request.wants_prompt_logprobs and not request.delivered):
+            return forked if not request.wants_prompt_logprobs else Match()
+        if forked.num_tokens >= most:
+            return forked
+        cached = self.kv.match_cached(request.tokens, request.extra_key, most)
+        return cached if cached.num_tokens > forked.num_tokens else forked
+
+    def _expected_blocks(self, request: Request) -> tuple[int, int]:
+        """(blocks the request will probably need, blocks it can need at most). The last token of a sequence needs no KV."""
+        most = request.limit - 1
+        expected = most
+        if request.stop_token_ids:
+            # A request that outgrew the mean, or was evicted for lack of room, is expected to be a long one.
+            outputs = max(self.life.output_length.mean, 1.25 * request.num_outputs) * (1 << min(request.preemptions, 16))
+            expected = min(most, max(len(request.tokens), request.num_prompt + int(outputs)))
+        return self.kv.blocks_for(max(expected, len(request.tokens))), self.kv.blocks_for(max(most, len(request.tokens)))
+
+    # Pressure
+
+    def _keep_key(self, request: Request) -> tuple[int, float, int]:
+        """Sorts requests by who is served first."""
+        return self.policy.importance(request), request.arrival, request.order
+
+    def _victim_key(self, request: Request) -> tuple[int, int, int, float, int]:
+        """The greatest is preempted."""
+        if request.preemptions >= MOST_EVICTIONS:
+            return 0, 0, 0, request.arrival, request.order
+        settled = int(self.batch.settled[request.slot])
+        return 1, self.policy.importance(request), -settled, request.arrival, request.order
+
+    def _make_room(self, request: Request, step: int, in_flight: int) -> bool:
+        """Get one block free for `request`. False: it must wait, or has been preempted itself."""
+        kv, batch, life = self.kv, self.batch, self.life
+        while kv.available < 1:
+            if life.give_up_held():
+                continue
+            if life.leaving_blocks > self._promised:
+                self._promised += 1
+                return False
+            if in_flight and kv.pinned:
+                return False
+            candidates = np.flatnonzero(batch.running & (batch.last_step != step))
+            victims = [batch.occupant(slot) for slot in candidates.tolist()]
+            if len(victims) == 1 and not kv.num_duplicates(request.slot):
+                if in_flight:
+                    return False
+                raise OutOfBlocks("the KV cache is full though nothing else runs")
+            victim = max(victims, key=self._victim_key)
+            life.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _planning_failed(self, request: Request, error: Exception) -> None:
+        logger.error("Planning request %s[%d] failed.", request.id, request.index, exc_info=error)
+        self.life.fail(request, f"The engine could not schedule this request: {error}.")
+
+    # The plan
+
+    def _finish(self, draft: Draft) -> StepPlan:
+        batch = self.batch
+        rows = sorted(draft.rows, key=lambda row: row[2] != 1)
+        slots, start = draft.decodes, batch.scheduled[draft.decodes]
+        count: Int32 = np.ones(len(slots), np.int32)
+        sample: npt.NDArray[np.bool_] = np.ones(len(slots), np.bool_)
+        batch.scheduled[slots] += 1
+        batch.known[slots] += 1
+        if rows:
+            more = np.array([row[:3] for row in rows], np.int32).reshape(-1, 3)
+            samples = np.array([row[3] for row in rows], np.bool_)
+            batch.scheduled[more[:, 0]] = more[:, 1] + more[:, 2]
+            batch.known[more[:, 0]] += samples
+            slots, start = np.concatenate([slots, more[:, 0]]), np.concatenate([start, more[:, 1]])
+            count, sample = np.concatenate([count, more[:, 2]]), np.concatenate([sample, samples])
+        batch.in_flight[slots] += 1
+        diffs = np.array(draft.diffs, np.int32).reshape(-1, 3)
+        copies = np.array(draft.copies, np.int32).reshape(-1, 2)
+        return StepPlan(
+            step_id=draft.step,
+            init=draft.init,
+            free_slots=batch.take_left(),
+            slots=slots,
+            start=start,
+            count=count,
+            sample=sample,
+            table_slots=diffs[:, 0].copy(),
+            table_index=diffs[:, 1].copy(),
+            table_blocks=diffs[:, 2].copy(),
+            copy_src=copies[:, 0].copy(),
+            copy_dst=copies[:, 1].copy(),
+            num_tokens=int(count.sum()),
+            max_context=int((start + count).max()),
+        )
+
+
+def plan_pairs(plan: StepPlan) -> float:
+    """Query-key pairs of a plan, for the step-time model."""
+    if plan.num_tokens == len(plan.slots):
+        return float(plan.start.sum(dtype=np.int64)) + plan.num_tokens
+    return float(sum(chunk_pairs(s, c) for s, c in zip(plan.start.tolist(), plan.count.tolist(), strict=True)))

@@ -1,0 +1,192 @@
+"""What a finished step means: tokens to requests, ends, deltas for the frontend.
+
+The steady case (every row of the step is alive and got one token) is array operations plus one Python loop that appends tokens and
+builds deltas. Everything rare happens on a few rows afterwards: first tokens, ends, logprobs, errors.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.core.batch import STOP_COLUMNS, Batch
+from octavo.core.kv.manager import KVManager
+from octavo.core.lifecycle import Lifecycle
+from octavo.core.policy import Policy
+from octavo.core.request import Request, without_prompt_logprobs
+from octavo.protocol.engine import FinishReason, LogprobRow, TokenDelta
+from octavo.protocol.step import Int32, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step on its way."""
+
+    plan: StepPlan
+    launched: float
+    """time.monotonic()."""
+
+
+class Settler:
+    """Applies step results to the shared state of one engine core."""
+
+    def __init__(self, batch: Batch, kv: KVManager, policy: Policy, life: Lifecycle) -> None:
+        self.batch = batch
+        self.kv = kv
+        self.policy = policy
+        self.life = life
+
+    def settle(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenDelta]:
+        """Account for `result`. Requests that ended in the meantime ignore theirs."""
+        batch = self.batch
+        slots, sampled = plan.slots, plan.slots[plan.sample]
+        batch.in_flight[slots] -= 1
+        self._fail_rows(plan, result)
+        live = batch.live[slots]
+        computed = plan.start + plan.count
+        if live.all():
+            batch.settled[slots] = computed
+            self.policy.charge(batch.share[slots], plan.count)
+        else:
+            batch.settled[slots[live]] = computed[live]
+            self.policy.charge(batch.share[slots[live]], plan.count[live])
+        for slot, rows in (result.prompt_logprobs or {}).items():
+            request = batch.requests[slot]
+            if request is not None and batch.live[slot] and request.wants_prompt_logprobs:
+                request.prompt_rows.extend(rows)
+        rows_of = self._tokens(plan, result, sampled)
+        deltas = self._deliver(*rows_of, result.logprobs, now) if len(rows_of[0]) else []
+        self._publish(plan)
+        return deltas
+
+    def fail_step(self, plan: StepPlan, message: str) -> None:
+        """The step could not be computed: every request in it ends with `message`."""
+        self.batch.in_flight[plan.slots] -= 1
+        for slot in plan.slots.tolist():
+            request = self.batch.requests[slot]
+            if request is not None and self.batch.live[slot]:
+                self.life.fail(request, message)
+
+    def _fail_rows(self, plan: StepPlan, result: StepResult) -> None:
+        if not result.errors:
+            return
+        in_step = set(plan.slots.tolist())
+        for slot, message in result.errors.items():
+            request = self.batch.requests[slot] if slot in in_step else None
+            if request is not None and self.batch.live[slot]:
+                self.life.fail(request, message)
+
+    def _tokens(self, plan: StepPlan, result: StepResult, sampled: Int32) -> tuple[Int32, Int32]:
+        """(slots, tokens) of the live rows that got a token. Rows that lack one are dealt with here."""
+        batch, slots, tokens = self.batch, result.slots, result.tokens
+        if result.counts is None and np.array_equal(slots, sampled):
+            good = batch.live[slots] & (tokens >= 0)
+            if good.all():
+                return slots, tokens
+        else:
+            slots, tokens = self._uneven(result)
+            good = batch.live[slots] & (tokens >= 0) & np.isin(slots, sampled)
+        slots, tokens = slots[good], tokens[good]
+        for slot in sampled[batch.live[sampled] & ~np.isin(sampled, slots)].tolist():
+            if batch.known[slot] > batch.total[slot] + batch.in_flight[slot]:
+                self.life.fail(batch.occupant(slot), "The engine returned no token for this request.")
+        return slots, tokens
+
+    def _uneven(self, result: StepResult) -> tuple[Int32, Int32]:
+        """The rows with one token, of a result in which rows may have yielded none (their step is planned again) or several.
+
+        Both need a request with no later step in flight, which only a synchronous one guarantees; several also need KV for each,
+        which no plan of this scheduler provides. A row that breaks this ends with an error.
+        """
+        if result.counts is None:
+            return result.slots, result.tokens
+        batch, counts = self.batch, result.counts
+        first = np.cumsum(counts) - counts
+        for slot, count in zip(result.slots.tolist(), counts.tolist(), strict=True):
+            if count == 1 or not batch.live[slot]:
+                continue
+            if count > 1 or batch.in_flight[slot]:
+                self.life.fail(batch.occupant(slot), f"The engine returned {count} tokens for this request where one was planned.")
+                continue
+            batch.known[slot] -= 1
+            batch.scheduled[slot] = batch.settled[slot] = batch.known[slot] - 1
+        one = counts == 1
+        return result.slots[one], result.tokens[first[one]]
+
+    def _deliver(self, slots: Int32, tokens: Int32, logprobs: dict[int, list[LogprobRow]] | None, now: float) -> list[TokenDelta]:
+        batch = self.batch
+        requests = batch.requests
+        owners: list[Request] = [requests[slot] for slot in slots.tolist()]
+        ids = tokens.tolist()
+        for request, token in zip(owners, ids, strict=True):
+            request.tokens.append(token)
+        deltas = [TokenDelta(request.id, request.index, [token]) for request, token in zip(owners, ids, strict=True)]
+        self.life.counters.generation_tokens += len(deltas)
+
+        if logprobs:
+            row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+            for slot, rows in logprobs.items():
+                if slot in row_of:
+                    deltas[row_of[slot]].logprobs = rows
+
+        ended, stopped = self._ends(slots, tokens)
+        fresh = batch.fresh[slots]
+        special = ended | fresh
+        if special.any():
+            for row in np.flatnonzero(special).tolist():
+                if fresh[row]:
+                    self._first(owners[row], deltas[row], now)
+                if ended[row]:
+                    self._last(owners[row], deltas[row], bool(stopped[row]), now)
+        return deltas
+
+    def _ends(self, slots: Int32, tokens: Int32) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """(rows that end here, rows that end because of their token)."""
+        batch = self.batch
+        before = batch.total[slots]
+        batch.total[slots] = before + 1
+        width = min(batch.stop_width, STOP_COLUMNS)
+        stopped: npt.NDArray[np.bool_] = (batch.stop_ids[slots, :width] == tokens[:, None]).any(axis=1)
+        many = batch.many_stops[slots]
+        if many.any():
+            for row in np.flatnonzero(many).tolist():
+                stopped[row] = int(tokens[row]) in batch.occupant(int(slots[row])).stop_token_ids
+        stopped &= before >= batch.stop_from[slots]
+        return stopped | (before + 1 >= batch.limit[slots]), stopped
+
+    def _first(self, request: Request, delta: TokenDelta, now: float) -> None:
+        self.batch.fresh[request.slot] = False
+        request.delivered = True
+        request.first_token_time = now
+        delta.num_cached_tokens = request.cached
+        if request.wants_prompt_logprobs:
+            delta.prompt_logprobs = [None, *request.prompt_rows]
+            request.prompt_rows = []
+            request.sampling = without_prompt_logprobs(request.sampling)
+        if request.family is None or request.family.leader is request:
+            self.life.counters.prompt_tokens += request.num_prompt
+        self.life.prompt_computed(request)
+
+    def _last(self, request: Request, delta: TokenDelta, stopped: bool, now: float) -> None:
+        token = delta.token_ids[-1]
+        delta.finish_reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        delta.stop_reason = request.stop_reason(token) if stopped else None
+        self.life.finish(request, now)
+        delta.times = request.times()
+
+    def _publish(self, plan: StepPlan) -> None:
+        """Share the blocks that are full by now: prompts' at once, those of decodes when it is their slot's turn, so that requests
+        that march in step do not all come at the same time."""
+        if not self.kv.prefix_caching:
+            return
+        batch, size = self.batch, self.kv.block_size
+        slots = plan.slots[(plan.count > 1) | ((plan.slots + plan.step_id) % size == 0)]
+        slots = slots[batch.live[slots] & (batch.settled[slots] // size > self.kv.published[slots])]
+        for slot in slots.tolist():
+            request = batch.occupant(slot)
+            self.kv.publish(slot, request.tokens, int(batch.settled[slot]), request.extra_key)
