@@ -91,7 +91,9 @@ class StubServer:
         if isinstance(answer, tuple):
             status, content = answer
             payload = json.dumps(content).encode()
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload)
+            writer.write(
+                f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload
+            )
             await writer.drain()
             return True
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -91,9 +91,14 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Add a user message and print the answer as it comes. Without an answer the message is taken back."""
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
-        if not self._answer():
-            self.messages.pop()
+        answered = False
+        try:
+            answered = self._answer()
+        finally:
+            if not answered:
+                self.messages = before
 
     def _answer(self) -> bool:
         parts: list[str] = []

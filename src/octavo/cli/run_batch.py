@@ -31,6 +31,8 @@ URLS = (
     "/v1/rerank",
 )
 _RETRIES = 20
+_REPLY_START = b'{"id": "batch_req_'
+"""How every line that we write begins: only such a line is taken for one of ours, cut short."""
 
 Post = Callable[[str, Any], Awaitable[tuple[int, Any]]]
 """Send a body to a path: (status, decoded reply)."""
@@ -132,15 +134,21 @@ def finished_ids(output: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(output, whole)
     done: set[str] = set()
     for number, line in enumerate(content[:whole].splitlines(), 1):
         try:
             done.add(json.loads(line)["custom_id"])
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{output}: line {number} is not a batch reply. Name another output file, or remove this one.") from None
+            raise _foreign(output, number) from None
+    if rest := content[whole:]:
+        if not rest.startswith(_REPLY_START[: len(rest)]):
+            raise _foreign(output, len(done) + 1)
+        os.truncate(output, whole)
     return done
+
+
+def _foreign(output: Path, line: int) -> ConfigError:
+    return ConfigError(f"{output}: line {line} is not a batch reply. Name another output file, or remove this one.")
 
 
 async def _run(options: Namespace, todo: list[BatchLine], output: Path) -> int:

@@ -51,7 +51,12 @@ async def test_the_empty_first_chat_chunk_is_not_a_token() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "error"),
-    [((500, {"error": {"message": "oh"}}), "oh"), ([{"error": {"message": "mid"}}], "mid"), ([], "held no token"), (["not json"], "Expecting")],
+    [
+        ((500, {"error": {"message": "oh"}}), "oh"),
+        ([{"error": {"message": "mid"}}], "mid"),
+        ([], "held no token"),
+        (["not json"], "Expecting"),
+    ],
 )
 async def test_failures_are_counted_not_raised(answer: Any, error: str) -> None:
     with StubServer(lambda path, body: answer) as server:
@@ -143,7 +148,9 @@ def test_the_random_workload_is_the_common_one() -> None:
 def test_data_sets(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl").write_text('{"prompt": "p", "output_len": 7}\n')
-    (tmp_path / "c.json").write_text(json.dumps([{"conversations": [{"value": "q"}, {"value": "a b c d e f g h i j"}]}, {"conversations": []}]))
+    (tmp_path / "c.json").write_text(
+        json.dumps([{"conversations": [{"value": "q"}, {"value": "a b c d e f g h i j"}]}, {"conversations": []}])
+    )
     assert {r.prompt for r in dataset_requests(str(tmp_path / "a.txt"), None, None)} == {"one", "two"}
     assert dataset_requests(str(tmp_path / "b.jsonl"), 3, None) == [BenchRequest("p", 7)] * 3
     assert dataset_requests(str(tmp_path / "c.json"), None, None) == [BenchRequest("q", 13)]

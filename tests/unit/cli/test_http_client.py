@@ -34,7 +34,13 @@ def serve_bytes(reply: bytes) -> Iterator[int]:
 
 async def test_replies_streams_and_kept_alive_connections() -> None:
     def answer(path: str, body: object) -> object:
-        return MODELS if path == "/v1/models" else completion_events("héy") if isinstance(body, dict) and body.get("stream") else (404, {"a": 1})
+        return (
+            MODELS
+            if path == "/v1/models"
+            else completion_events("héy")
+            if isinstance(body, dict) and body.get("stream")
+            else (404, {"a": 1})
+        )
 
     with StubServer(answer) as server:
         client = HttpClient(server.url + "/v1/", api_key="secret")

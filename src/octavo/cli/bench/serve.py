@@ -142,7 +142,8 @@ async def _run(options: Namespace, requests: list[BenchRequest]) -> tuple[list[S
     try:
         target = Target(client, path, getattr(options, "model", None) or await client.model_name(), chat, extra)
         for request in requests[:1] * getattr(options, "num_warmups", 1):
-            warm = await measure(target, request)
+            # Another prompt of the same length: the first measured one must not find it in the server's prefix cache.
+            warm = await measure(target, BenchRequest(request.prompt[::-1], request.output_len))
             if warm.error:
                 raise HttpError(f"The first request failed, so none was counted. {warm.error}")
         rate = getattr(options, "request_rate", math.inf)
