@@ -142,5 +142,5 @@ def test_linear_matches_plain_torch_to_rounding() -> None:
 
 
 def test_unknown_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="tpu.*cpu or cuda"):
+    with pytest.raises(ConfigError, match=r"tpu.*cpu or cuda"):
         load_ops("tpu")

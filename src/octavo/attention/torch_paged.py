@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.ops.transfer import upload
 from octavo.protocol.step import Int32
 
 TILE_BYTES = 16 * 2**20
@@ -169,13 +170,13 @@ class TorchPagedAttention:
 
     def _decode_tile(self, batch: StepBatch, geometry: Geometry, rows: Int32, first: Int32, lengths: Int32, *, alone: bool) -> DecodeTile:
         length, n = int(lengths[rows].max()), len(rows)
-        device_rows = None if alone else self._upload(rows).long()
+        device_rows = None if alone else upload(rows, self._device).long()
         tables = batch.block_tables[:n] if device_rows is None else batch.block_tables.index_select(0, device_rows)
         offsets = torch.arange(length, device=self._device, dtype=torch.int32)
-        row_first = self._upload(first[rows]).unsqueeze(1)
+        row_first = upload(first[rows], self._device).unsqueeze(1)
         padding = None
         if int(lengths[rows].min()) < length:
-            padding = offsets.unsqueeze(0) >= self._upload(lengths[rows]).unsqueeze(1)
+            padding = offsets.unsqueeze(0) >= upload(lengths[rows], self._device).unsqueeze(1)
             offsets = torch.where(padding, 0, offsets)
         positions = row_first + offsets
         blocks = tables.gather(1, (positions // self._block_size).long())
@@ -275,10 +276,6 @@ class TorchPagedAttention:
             else:
                 result = _capped_attention(queries, k[:, :, seen], v[:, :, seen], mask, spec.scale, spec.soft_cap)
             out[tile.begin : tile.end] = result.permute(2, 0, 1, 3).reshape(-1, spec.num_heads, dim)
-
-    def _upload(self, array: Int32) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
 def _capped_attention(

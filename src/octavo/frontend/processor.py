@@ -22,7 +22,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, NotYet
 from octavo.frontend.prompts import ParsedPrompt, Prompt, parse_prompt
 from octavo.protocol.engine import NewRequest
-from octavo.protocol.params import SamplingParams
+from octavo.protocol.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.checkpoint.types import Checkpoint
@@ -133,6 +133,12 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}.", param="sampling_params")
         sampling = copy.copy(params)
+        try:
+            sampling.output_kind = RequestOutputKind(sampling.output_kind)
+        except ValueError:
+            raise InvalidRequest(
+                f"output_kind must be CUMULATIVE, DELTA or FINAL_ONLY, got {sampling.output_kind!r}.", param="output_kind"
+            ) from None
         if sampling.structured_outputs is not None:
             raise NotYet("structured_outputs: Octavo does not constrain outputs to a grammar or schema yet. Leave it out.")
         for name in ("logprobs", "prompt_logprobs"):

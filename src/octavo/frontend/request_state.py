@@ -9,6 +9,7 @@ equal the FINAL_ONLY text; every state calls `on_finish` exactly once.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.last_token_time = 0.0
+        self.times = RequestTimes()
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -207,7 +209,7 @@ class RequestState:
         if delta.token_ids:
             self._clock(sequence)
         if delta.times is not None:
-            self._merge_times(delta.times)
+            sequence.times = _merged(sequence.times, delta.times, preemptions=max)
         if sequence.push(delta):
             self._abort_sibling(self.engine_id, delta.index)
         if sequence.finished:
@@ -286,20 +288,6 @@ class RequestState:
             self._first_token_time = now
         sequence.last_token_time = now
 
-    def _merge_times(self, times: RequestTimes) -> None:
-        """Siblings report for themselves: the request was scheduled when its first one was, and ends with its last."""
-
-        def earliest(a: float, b: float) -> float:
-            return min(a, b) if a and b else a or b
-
-        mine = self.times
-        mine.queued = earliest(mine.queued, times.queued)
-        mine.scheduled = earliest(mine.scheduled, times.scheduled)
-        # After a restart the engine knows only its own tokens; the first one was seen here.
-        mine.first_token = earliest(earliest(mine.first_token, times.first_token), self._first_token_time)
-        mine.last_token = max(mine.last_token, times.last_token)
-        mine.num_preemptions += times.num_preemptions
-
     def _end_of_sibling(self) -> None:
         self._running -= 1
         if self._running == 0:
@@ -307,12 +295,13 @@ class RequestState:
 
     def _finish(self) -> None:
         self._running = 0
-        if not self.times.first_token:
-            self.times.first_token = self._first_token_time
-        if not self.times.last_token:
-            self.times.last_token = max(s.last_token_time for s in self.sequences)
-        if not self.times.queued:
-            self.times.queued = self._arrival_time
+        for sequence in self.sequences:
+            self.times = _merged(self.times, sequence.times, preemptions=operator.add)
+        # What was seen here counts where it came earlier (an engine that was restarted knows only its own tokens), and where
+        # the engine did not get to say it.
+        self.times.queued = self.times.queued or self._arrival_time
+        self.times.first_token = _earliest(self.times.first_token, self._first_token_time)
+        self.times.last_token = self.times.last_token or max(s.last_token_time for s in self.sequences)
         self._on_finish(
             FinishedRequest(
                 request_id=self.request_id,
@@ -329,6 +318,21 @@ class RequestState:
                 error=next((s.error for s in self.sequences if s.error is not None), None),
             )
         )
+
+
+def _earliest(a: float, b: float) -> float:
+    """Of two times, where 0.0 means never."""
+    return min(a, b) if a and b else a or b
+
+
+def _merged(a: RequestTimes, b: RequestTimes, *, preemptions: Callable[[int, int], int]) -> RequestTimes:
+    return RequestTimes(
+        queued=_earliest(a.queued, b.queued),
+        scheduled=_earliest(a.scheduled, b.scheduled),
+        first_token=_earliest(a.first_token, b.first_token),
+        last_token=max(a.last_token, b.last_token),
+        num_preemptions=preemptions(a.num_preemptions, b.num_preemptions),
+    )
 
 
 def position_logprobs(row: LogprobRow, tokenizer: Tokenizer | None) -> PositionLogprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,9 @@ class TokenNames:
     def __init__(self, llm: AsyncLLM, *, as_ids: bool) -> None:
         self._as_ids = as_ids
         self.tokenizer: Tokenizer | None = None
-        try:
+        # With skip_tokenizer_init ids are all there is.
+        with contextlib.suppress(InvalidRequest):
             self.tokenizer = llm.tokenizer
-        except InvalidRequest:
-            pass  # skip_tokenizer_init: ids are all there is
 
     def show(self, token_id: int) -> TokenDisplay:
         return display_token(self.tokenizer, token_id, as_id=self._as_ids)

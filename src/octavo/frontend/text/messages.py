@@ -98,7 +98,7 @@ def _part_text(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be an object like {{'type': 'text', 'text': '...'}}.", param="messages")
     kind = part.get("type", "text")
-    if kind not in _TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise InvalidRequest(f"{where} has the type {kind!r}. This model reads text only.", param="messages")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
