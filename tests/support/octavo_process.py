@@ -49,10 +49,8 @@ def serving(command: Sequence[str], port: int, log: Path) -> Iterator[subprocess
         while True:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as reply:
-                    assert reply.status == 200
-                    break
+            if _answers(port):
+                break
             time.sleep(0.05)
         yield process
     finally:
@@ -61,3 +59,11 @@ def serving(command: Sequence[str], port: int, log: Path) -> Iterator[subprocess
             process.wait(timeout=30)
         finally:
             process.kill()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False

@@ -32,8 +32,8 @@ async def test_one_stream_is_timed() -> None:
         sample = await measure(target(server.url), BenchRequest([1, 2], 3))
     assert sample.error == ""
     assert (sample.prompt_tokens, sample.output_tokens) == (7, 30)  # what the server says, not the number of chunks
-    assert 0.2 <= sample.ttft
-    assert 0.1 <= sample.itl[0]
+    assert sample.ttft >= 0.2
+    assert sample.itl[0] >= 0.1
     assert len(sample.itl) == 2
     assert sample.ttft + sum(sample.itl) == pytest.approx(sample.e2el)
     assert sample.tpot == pytest.approx((sample.e2el - sample.ttft) / 29)
@@ -104,8 +104,25 @@ def test_bench_serve_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = tmp_path / "deep" / "r.json"
     with StubServer(lambda path, body: MODELS if path == "/v1/models" else completion_events("abcd")) as server:
         code = main(
-            ["bench", "serve", "--base-url", server.url, "--num-prompts", "6", "--random-input-len", "3-9", "--random_output_len", "4"]
-            + ["--max-concurrency", "2", "--ignore-eos", "--goodput", "ttft:10000", "--result-filename", str(out)]
+            [
+                "bench",
+                "serve",
+                "--base-url",
+                server.url,
+                "--num-prompts",
+                "6",
+                "--random-input-len",
+                "3-9",
+                "--random_output_len",
+                "4",
+                "--max-concurrency",
+                "2",
+                "--ignore-eos",
+                "--goodput",
+                "ttft:10000",
+                "--result-filename",
+                str(out),
+            ]
         )
     assert code == 0
     result = json.loads(out.read_text())

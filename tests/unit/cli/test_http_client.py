@@ -55,9 +55,9 @@ async def test_replies_streams_and_kept_alive_connections() -> None:
 
 
 async def test_an_error_status_of_a_stream_is_raised_with_its_message() -> None:
-    with StubServer(lambda path, body: (429, {"error": {"message": "Too many.", "code": 429}})) as server:
-        with pytest.raises(HttpError, match="answered 429: Too many") as raised:
-            await anext(HttpClient(server.url).stream("/v1/completions", {}))
+    answer = (429, {"error": {"message": "Too many.", "code": 429}})
+    with StubServer(lambda path, body: answer) as server, pytest.raises(HttpError, match="answered 429: Too many") as raised:
+        await anext(HttpClient(server.url).stream("/v1/completions", {}))
     assert raised.value.status == 429
 
 
