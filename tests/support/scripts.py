@@ -19,7 +19,9 @@ def token_ids(text: str) -> list[int]:
     return [3 + alphabet.index(char) for piece, _ in pieces for char in piece]
 
 
-def scripted_args(folder: Path, *, default: str | list[int] = "Hello", rules: list[dict[str, Any]] | None = None, **settings: Any) -> EngineArgs:
+def scripted_args(
+    folder: Path, *, default: str | list[int] = "Hello", rules: list[dict[str, Any]] | None = None, **settings: Any
+) -> EngineArgs:
     """`EngineArgs` of an engine that says `default` (text, or ids) unless one of the rules matches.
 
     `script` in settings adds top-level fields of the script (fail, step_delay_ms).

@@ -71,7 +71,9 @@ def test_an_empty_prompt_is_refused(door: InputProcessor, prompt: Any) -> None:
     assert refused(door, prompt).param == "prompt"
 
 
-@pytest.mark.parametrize("prompt", [None, 3, 3.5, {"text": "hi"}, {"prompt": 3}, {"prompt_token_ids": 3}, ["a"], [1.5], [True], [[1]], {1, 2}])
+@pytest.mark.parametrize(
+    "prompt", [None, 3, 3.5, {"text": "hi"}, {"prompt": 3}, {"prompt_token_ids": 3}, ["a"], [1.5], [True], [[1]], {1, 2}]
+)
 def test_what_is_no_prompt_is_refused(door: InputProcessor, prompt: Any) -> None:
     assert refused(door, prompt).param == "prompt"
 
@@ -220,9 +222,7 @@ def test_what_is_no_sampling_params_is_refused(door: InputProcessor) -> None:
 
 def test_bad_words_become_tokens_with_and_without_a_space(door: InputProcessor, tokenizer: Tokenizer) -> None:
     sampling = door.prepare("hi", SamplingParams(bad_words=["world", " the"]), "r").request.sampling
-    assert sampling.bad_words_token_ids == [
-        tokenizer.encode(text, add_special_tokens=False) for text in ("world", " world", "the", " the")
-    ]
+    assert sampling.bad_words_token_ids == [tokenizer.encode(text, add_special_tokens=False) for text in ("world", " world", "the", " the")]
 
 
 def test_the_users_parameters_are_left_alone(door: InputProcessor) -> None:
@@ -279,7 +279,9 @@ def with_generation(checkpoint: Checkpoint, **values: Any) -> Checkpoint:
 
 
 def test_the_models_defaults(checkpoint: Checkpoint) -> None:
-    model = with_generation(checkpoint, temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=99, do_sample=True, eos_token_id=2, min_p=None)
+    model = with_generation(
+        checkpoint, temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=99, do_sample=True, eos_token_id=2, min_p=None
+    )
     assert default_sampling_params(model, EngineArgs()) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 99}
     assert default_sampling_params(model, EngineArgs(generation_config="vllm")) == {}
     assert default_sampling_params(model, EngineArgs(generation_config="none")) == {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +37,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 def splits(ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = sorted({min(c, len(ids)) for c in cuts} | {0, len(ids)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
@@ -116,20 +119,16 @@ def test_other_decoders_go_through_a_window(data: st.DataObject) -> None:
     assert WORD_PIECE.decode(prompt + output) == WORD_PIECE.decode(prompt) + joined + detokenizer.flush()
 
 
-def test_window_stays_short() -> None:
-    detokenizer = IncrementalDetokenizer(WORD_PIECE)
-    longest = 0
+def test_window_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
     decode = WORD_PIECE.backend.decode
 
-    def counting(ids: list[int], skip: bool, spaces: bool) -> str:
-        nonlocal longest
-        longest = max(longest, len(ids))
+    def measured(ids: Sequence[int], skip: bool, spaces: bool) -> str:
+        lengths.append(len(ids))
         return decode(ids, skip, spaces)
 
-    WORD_PIECE.backend.decode = counting  # type: ignore[method-assign]
-    try:
-        for _ in range(500):
-            detokenizer.push([2])
-    finally:
-        WORD_PIECE.backend.decode = decode  # type: ignore[method-assign]
-    assert 0 < longest <= 8
+    monkeypatch.setattr(WORD_PIECE.backend, "decode", measured)
+    detokenizer = IncrementalDetokenizer(WORD_PIECE)
+    for _ in range(500):
+        detokenizer.push([2])
+    assert 0 < max(lengths) <= 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def sentencepiece_by_hand(text: str) -> list[str]:
     """Again and again merge the neighbours whose joint piece has the best score, the leftmost of equals."""
     parts = list(("▁" + text).replace(" ", "▁")) if text else []
     while True:
-        joins = [(PIECES.index(a + b), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in PIECES]
+        joins = [(PIECES.index(a + b), i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in PIECES]
         if not joins:
             return parts
         _, i = min(joins)

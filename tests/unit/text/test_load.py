@@ -104,7 +104,7 @@ def test_chat_template_setting_replaces_the_models(tmp_path: Path) -> None:
     assert load(tmp_path, chat_template="{{ 1 + 1 }}").apply_chat_template(USER) == "2"
     with pytest.raises(ConfigError, match=r"--chat-template nope\.jinja: No such file"):
         load(tmp_path, chat_template="nope.jinja")
-    with pytest.raises(ConfigError, match="not a valid template: .*line 1"):
+    with pytest.raises(ConfigError, match=r"not a valid template: .*line 1"):
         load(tmp_path, chat_template="{% if %}")
 
 
@@ -140,7 +140,7 @@ def test_tokenizer_setting_wins_over_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no tokenizer.*--tokenizer"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer.*--tokenizer"):
         load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer"):

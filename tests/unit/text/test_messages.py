@@ -86,7 +86,7 @@ def test_reasoning_under_both_names() -> None:
     assert message["reasoning"] == message["reasoning_content"] == "hm"
 
 
-class Role(str, enum.Enum):
+class Role(enum.StrEnum):
     USER = "user"
 
 

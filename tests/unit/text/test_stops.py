@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +36,7 @@ def run(pieces: list[str], stops: list[str], include: bool = False, min_tokens: 
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({min(c, len(text)) for c in cuts} | {0, len(text)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(text=ALPHABET, stops=STOPS, cuts=st.lists(st.integers(0, 30)), include=st.booleans())
