@@ -230,7 +230,7 @@ def test_not_yet_settings_are_refused_and_ignored_ones_warned_about(tmp_path: Pa
 
 def test_the_signature_lists_every_setting() -> None:
     parameters = inspect.signature(LLM).parameters
-    assert list(parameters)[0] == "model"
+    assert next(iter(parameters)) == "model"
     assert {f.name for f in dataclasses.fields(EngineArgs)} <= parameters.keys()
     assert parameters["disable_log_stats"].default is True
     assert parameters["tokenizer"].kind is inspect.Parameter.KEYWORD_ONLY

@@ -82,6 +82,19 @@ async def test_killed_again_and_again_while_streaming() -> None:
         assert client.restarts == 3
 
 
+async def test_counters_never_run_backwards() -> None:
+    async with scripted_client(tiny_config()) as client:
+        steps: list[int] = []
+        client.on_stats = lambda stats: steps.append(stats.step)
+        sink = RecordingSink()
+        client.add(request("a", [SLOW, 1], max_tokens=20), sink)
+        await sink.until(lambda s: len(s.tokens.get(0, [])) >= 10)
+        kill_engine(client)
+        await sink.done()
+        assert steps == sorted(steps)
+        assert client.stats().step >= 20
+
+
 async def test_siblings_are_replayed_one_by_one() -> None:
     async with scripted_client(tiny_config()) as client:
         sink = RecordingSink()

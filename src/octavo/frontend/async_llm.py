@@ -171,19 +171,18 @@ class AsyncLLM:
             OctavoError: it cannot start; the message is for the user.
         """
         llm = cls.from_engine_args(args, progress=progress, **options)
-        await llm.wait_ready(progress)
+        try:
+            await llm.wait_ready(progress)
+        except BaseException:
+            await llm.shutdown()
+            raise
         return llm
 
     async def wait_ready(self, progress: Progress | None = None) -> EngineReady:
         """Wait until the engine takes requests; at once after the first time."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._client.start(progress))
-        try:
-            ready = await asyncio.shield(self._starting)
-        except asyncio.CancelledError:
-            if not self._starting.done():
-                self._starting.cancel()
-            raise
+        ready = await asyncio.shield(self._starting)  # one request that gives up must not end the start for all
         if ready.max_model_len != self.config.model.max_model_len:
             # `auto` took what fits.
             self.config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, max_model_len=ready.max_model_len))
@@ -200,11 +199,11 @@ class AsyncLLM:
         if drain > 0 and self._live:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain)
-        await self._client.close()
         if self._starting is not None:
             self._starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, OctavoError):
                 await self._starting
+        await self._client.close()
 
     async def __aenter__(self) -> Self:
         await self.wait_ready()
@@ -265,9 +264,7 @@ class AsyncLLM:
         )
         self._check_unused(request_id)  # somebody may have taken it while we were away
         news = asyncio.Event()
-        state = RequestState(
-            request_id, prepared, self._tokenizer, abort_sibling=self._client.abort, wake=news.set, on_finish=self._on_finish
-        )
+        state = RequestState(prepared, self._tokenizer, abort_sibling=self._client.abort, wake=news.set, on_finish=self._on_finish)
         self._client.add(prepared.request, state)
         self._live[request_id] = state
         self._idle.clear()
@@ -412,6 +409,8 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raises EngineDead if the engine is gone for good, or hangs."""
         self._client.check_alive()
+        if self._client.state == "restarting":
+            return  # it may take as long as loading the model; what is live goes on afterwards
         age, limit = self.last_step_age(), self.config.reliability.hang_timeout
         if age > limit:
             raise EngineDead(f"The engine has work but finished no step for {age:.0f} seconds (limit {limit:.0f}).")

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, OctavoError
-from octavo.protocol.engine import AbortRequests, EngineReady, EngineStats, NewRequest, ReleaseHeld, TokenDelta
-
-if TYPE_CHECKING:
-    from octavo.core.loop import EngineCore
+from octavo.protocol.engine import AbortRequests, EngineReady, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total) while the engine loads."""
@@ -47,21 +44,43 @@ class EngineClient(Protocol):
         """Give up the blocks of held requests."""
 
 
+class Core(Protocol):
+    """What a client needs of an engine core."""
+
+    def add(self, request: NewRequest) -> None: ...
+
+    def abort(self, message: AbortRequests) -> None: ...
+
+    def release(self, message: ReleaseHeld) -> None: ...
+
+    def reset_prefix_cache(self) -> bool: ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> StepOutputs: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def shutdown(self) -> None: ...
+
+
+Builder = Callable[[EngineConfig, Progress], tuple[Core, EngineReady]]
+
+
 class InProcessClient:
     """An engine core in this process, turned by whoever calls `step`. Not thread-safe: `LLM` holds a lock."""
 
-    def __init__(self, config: EngineConfig, progress: Progress, *, build: Callable[..., Any] | None = None) -> None:
-        if build is None:
-            # Not an import statement: only here does the frontend reach the composition root, and torch behind it.
-            build = importlib.import_module("octavo.engine.build").build_engine
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+        # Not an import statement: only here does the frontend reach the composition root, and torch behind it.
+        build: Builder = importlib.import_module("octavo.engine.build").build_engine
         core, ready = build(config, progress)
-        self._core: EngineCore | None = core
+        self._core: Core | None = core
         self.ready_report: EngineReady = ready
         self._sinks: dict[str, Sink] = {}
         self._siblings: dict[str, set[int]] = {}
 
     @property
-    def core(self) -> EngineCore:
+    def core(self) -> Core:
         if self._core is None:
             raise EngineDead("This LLM has been closed. Make a new one.")
         return self._core

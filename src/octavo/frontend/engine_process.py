@@ -56,7 +56,7 @@ class EngineProcess:
             config=config,
             inbox=to_engine,
             outbox=from_engine,
-            log_level=logging.getLogger().getEffectiveLevel(),
+            log_level=logging.getLogger("octavo").getEffectiveLevel(),
             from_main_thread=threading.current_thread() is threading.main_thread(),
             builder=builder,
         )

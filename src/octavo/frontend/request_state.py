@@ -166,7 +166,6 @@ class RequestState:
 
     def __init__(
         self,
-        request_id: str,
         prepared: Prepared,
         tokenizer: Tokenizer | None,
         *,
@@ -175,7 +174,7 @@ class RequestState:
         on_finish: Callable[[FinishedRequest], None] = lambda finished: None,
     ) -> None:
         request = prepared.request
-        self.request_id = request_id
+        self.request_id = prepared.request_id
         self.engine_id = request.request_id
         self.prompt = prepared.prompt
         self.prompt_token_ids = request.prompt_token_ids

@@ -300,7 +300,7 @@ def test_defaults_from_a_folder(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 
 def test_bad_defaults_are_a_config_error(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigError, match="generation_config.json"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
         default_sampling_params(with_generation(checkpoint, top_p=7.0), EngineArgs())
     with pytest.raises(ConfigError, match="--override-generation-config"):
         default_sampling_params(checkpoint, EngineArgs(override_generation_config={"top_p": 7.0}))

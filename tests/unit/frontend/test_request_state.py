@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ class Run:
     def __post_init__(self) -> None:
         prepared = InputProcessor(tiny_config(max_logprobs=-1), self.tokenizer).prepare([5, 6], self.params, "r")
         self.state = RequestState(
-            "r",
             prepared,
             self.tokenizer,
             abort_sibling=lambda engine_id, index: self.aborted.append(index),
@@ -118,7 +118,7 @@ def test_joined_stream_equals_the_whole(tokenizer: Tokenizer, text: str, stops: 
     assert joined(deltas) == (final.outputs[0].text, final.outputs[0].token_ids)
     assert (cumulative[-1].outputs[0].text, cumulative[-1].outputs[0].token_ids) == (final.outputs[0].text, final.outputs[0].token_ids)
     texts = [o.outputs[0].text for o in cumulative]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
 def test_a_stop_string_aborts_the_sibling_and_later_tokens_are_dropped(tokenizer: Tokenizer) -> None:

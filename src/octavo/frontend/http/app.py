@@ -13,7 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from octavo._version import __version__
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
-from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds
+from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
 from octavo.frontend.http.routes import chat, completions, development, health, models, observe, tokens, unsupported
 from octavo.frontend.http.settings import ServerSettings
 from octavo.observe.metrics import Metrics
@@ -48,7 +48,6 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
         title="Octavo",
         version=__version__,
         lifespan=lifespan,
-        root_path=settings.root_path,
         docs_url="/docs" if docs else None,
         redoc_url="/redoc" if docs else None,
         openapi_url="/openapi.json" if docs else None,
@@ -79,6 +78,8 @@ def _add_layers(app: FastAPI, settings: ServerSettings, metrics: Metrics) -> Non
     )
     app.add_middleware(HttpMetricsLayer, metrics=metrics.http)
     app.add_middleware(RequestIds, echo=settings.enable_request_id_headers)
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)
 
 
 def _metrics(llm: AsyncLLM, model_name: str) -> Metrics:

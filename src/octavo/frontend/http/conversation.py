@@ -96,10 +96,9 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
         raise InvalidRequest(
             f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages"
         ) from e
-    if body.add_special_tokens:
-        ids = await encode_text(llm, text, add_special_tokens=True)
-    else:
-        ids = llm.tokenizer.encode_chat(text)
+    # A rendered template writes its own special tokens: none are added unless asked, and BOS never twice.
+    must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
+    ids = await encode_text(llm, text, add_special_tokens=bool(body.add_special_tokens), must_fit=must_fit)
     if not ids:
         raise InvalidRequest("These messages render to an empty prompt.", param="messages")
     return EncodedPrompt(ids, text)

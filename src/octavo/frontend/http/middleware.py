@@ -28,7 +28,20 @@ def route_path(scope: Scope) -> str:
     """The path below root_path."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
-    return path[len(root) :] or "/" if root and path.startswith(root) else path
+    return path.removeprefix(root) if path.startswith(root + "/") else path
+
+
+class RootPath:
+    """Tells the router under which prefix a proxy publishes the server, whether or not the proxy takes it off."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = "/" + root_path.strip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["root_path"] = self.root_path
+        await self.app(scope, receive, send)
 
 
 class RequestIds:

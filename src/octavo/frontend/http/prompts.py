@@ -65,19 +65,32 @@ def _token_ids(values: list[Any]) -> list[int]:
     return values
 
 
-async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool) -> list[int]:
+async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, must_fit: bool = False) -> list[int]:
     """`text` as token ids.
 
+    Args:
+        must_fit: refuse a text that cannot fit into the context without tokenising it, which takes seconds for megabytes.
+
     Raises:
-        InvalidRequest: this server has no tokenizer.
+        InvalidRequest: this server has no tokenizer; or see `must_fit`.
     """
     tokenizer = llm.tokenizer
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    limit, longest = llm.ready_report.max_model_len, tokenizer.longest_token
+    if must_fit and len(text) > limit * longest:
+        raise InvalidRequest(
+            f"This model's context length is {limit} tokens, but the prompt has {len(text)} characters: at least "
+            f"{len(text) // longest} tokens. Shorten the prompt (or use truncate_prompt_tokens).",
+            param="prompt",
+            code="context_length_exceeded",
+        )
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
-async def encode_prompts(llm: AsyncLLM, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[EncodedPrompt]:
+async def encode_prompts(
+    llm: AsyncLLM, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, must_fit: bool
+) -> list[EncodedPrompt]:
     """All prompts of a request.
 
     Raises:
@@ -86,7 +99,8 @@ async def encode_prompts(llm: AsyncLLM, prompts: Sequence[str | list[int]], *, a
     encoded = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            one = EncodedPrompt(await encode_text(llm, prompt, add_special_tokens=add_special_tokens), prompt)
+            ids = await encode_text(llm, prompt, add_special_tokens=add_special_tokens, must_fit=must_fit)
+            one = EncodedPrompt(ids, prompt)
         else:
             one = EncodedPrompt(prompt, None)
         if not one.token_ids:

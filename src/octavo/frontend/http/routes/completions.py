@@ -68,10 +68,9 @@ async def _plan(ctx: ServerContext, request: Request, body: CompletionRequest, j
     if prompt_only:
         # The prompt is scored once, for all n choices; the one token made on the way is thrown away.
         params = msgspec.structs.replace(params, n=1, logprobs=None, stop=None)
-    encoded = [
-        truncated(ctx.llm, prompt, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
-        for prompt in await encode_prompts(ctx.llm, prompts, add_special_tokens=body.add_special_tokens is not False)
-    ]
+    cut = body.truncate_prompt_tokens
+    encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=body.add_special_tokens is not False, must_fit=cut is None)
+    encoded = [truncated(ctx.llm, prompt, cut, body.truncation_side, max_tokens) for prompt in encoded]
     if prompt_only:
         for prompt in encoded:
             check_token_ids(ctx.llm, prompt.token_ids, "prompt")
