@@ -27,7 +27,7 @@ PROMPTS = [
     "Dear Sir or Madam,\n\nI am writing to",
     "Q: What is the largest planet?\nA:",
     "La France est un pays",
-    "{\"name\": \"Alice\", \"age\":",
+    '{"name": "Alice", "age":',
     CHAT.format("What is the capital of Italy?"),
     CHAT.format("Write a haiku about the sea."),
     CHAT.format("Count from one to five."),
