@@ -13,7 +13,7 @@ import pytest
 from octavo import LLM, AsyncLLM, BeamSearchParams, EngineArgs, RequestOutputKind, SamplingParams
 
 MODEL = Path(os.environ.get("OCTAVO_TEST_MODEL") or Path.home() / ".cache/octavo/models/SmolLM2-135M-Instruct.Q4_1.gguf")
-SETTINGS = {"device": "cpu", "max_model_len": 1024, "num_gpu_blocks_override": 512}
+SETTINGS = {"device": "cpu", "threads": 1, "max_model_len": 1024, "num_gpu_blocks_override": 512}
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 PROMPTS = ["The capital of France is", "1, 2, 3, 4,", "Once upon a time"]
 
@@ -75,7 +75,8 @@ def test_logprobs_are_those_of_the_tokens(llm: LLM) -> None:
         assert next(iter(position)) == token_id
         assert position[token_id].rank == 1
         assert position[token_id].logprob == max(p.logprob for p in position.values())
-    assert "".join(position[t].decoded_token or "" for t, position in zip(completion.token_ids, completion.logprobs, strict=True)) == completion.text
+    shown = [position[token_id].decoded_token for token_id, position in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert "".join(text or "" for text in shown) == completion.text
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids or [])
 
