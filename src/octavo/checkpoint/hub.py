@@ -13,7 +13,6 @@ from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "*.txt")
 """Configuration, tokenizer and chat templates: everything but weights. Never *.py: code of a checkpoint does not run here."""
-_WEIGHTS = "*.safetensors"
 _TIMEOUT = 10.0
 """Seconds to wait for the hub's answer before looking into the local cache."""
 
@@ -40,7 +39,7 @@ def fetch(name: str, *, revision: str | None, cache_dir: str | None, token: str 
             gguf = _choose_gguf(repo, files, variant, load_format)
             return snapshot / gguf if gguf else snapshot
         gguf = _choose_gguf(repo, files, variant, load_format)
-        weights = [gguf] if gguf else [] if load_format == "dummy" else [_WEIGHTS]
+        weights = [gguf] if gguf else [] if load_format == "dummy" else _safetensors(files)
         snapshot = _download(repo, revision, cache_dir, token, [*weights, *TEXT_FILES])
         return snapshot / gguf if gguf else snapshot
 
@@ -80,6 +79,11 @@ def _from_cache(repo: str, revision: str | None, cache_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, local_files_only=True))
+
+
+def _safetensors(files: list[str]) -> list[str]:
+    """The model's weights. Other folders and consolidated files repeat them under other names, at twice the download."""
+    return [f for f in files if f.endswith(".safetensors") and "/" not in f and not f.startswith(("consolidated", "adapter_"))]
 
 
 def _choose_gguf(repo: str, files: list[str], variant: str, load_format: str) -> str | None:

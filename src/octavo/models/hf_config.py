@@ -87,14 +87,17 @@ class HfConfig:
 
 
 def rope_spec(config: HfConfig, head_dim: int, *, default_theta: float = 10000.0) -> RopeSpec:
-    """Rotary embedding, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
+    """Rotary embedding, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones, and overrides).
 
     Raises:
         CheckpointError: a value missing or out of range.
         UnsupportedModel: a kind of scaling that is not known.
     """
-    rope = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-    theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+    newer = config.section("rope_parameters")
+    rope = config.section("rope_scaling") if config.values.get("rope_scaling") else newer
+    if any(isinstance(value, Mapping) for value in rope.values.values()):
+        raise UnsupportedModel(f"{rope.where}: different rotary embeddings for different layers are not supported.")
+    theta = rope.number("rope_theta", config.number("rope_theta", newer.number("rope_theta", default_theta)))
     if theta <= 1.0:
         raise CheckpointError(f"{config.where}: rope_theta must be greater than 1, got {theta}.")
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))

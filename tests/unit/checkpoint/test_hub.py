@@ -14,7 +14,7 @@ from huggingface_hub import errors
 from octavo.checkpoint import hub
 from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 
-SAFETENSORS = ["config.json", "model.safetensors", "tokenizer.json", "modeling.py"]
+SAFETENSORS = ["config.json", "model.safetensors", "tokenizer.json", "modeling.py", "consolidated.safetensors", "onnx/x.safetensors"]
 GGUFS = ["README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf"]
 
 
@@ -63,14 +63,14 @@ def test_weights_and_text_files_are_fetched_but_never_code(fake: FakeHub, tmp_pa
     assert fake.asked["repo"] == "owner/name"
     assert fake.asked["revision"] == "v1"
     patterns = fake.asked["allow_patterns"]
-    assert "*.safetensors" in patterns
+    assert [p for p in patterns if p.endswith("safetensors")] == ["model.safetensors"]
     assert "*.json" in patterns
     assert not any(p.endswith((".py", ".bin", ".pt")) for p in patterns)
 
 
 def test_dummy_weights_need_no_download_of_weights(fake: FakeHub) -> None:
     fetch(load_format="dummy")
-    assert "*.safetensors" not in fake.asked["allow_patterns"]
+    assert not any(p.endswith("safetensors") for p in fake.asked["allow_patterns"])
 
 
 def test_one_gguf_is_chosen_by_variant(fake: FakeHub, tmp_path: Path) -> None:

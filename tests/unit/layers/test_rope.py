@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from octavo.layers.rope import FrequencyDivisors, RopeSpec, cos_sin_table, inverse_frequencies
+from octavo.layers.rope import FrequencyDivisors, LinearScaling, RopeSpec, cos_sin_table, inverse_frequencies
 from octavo.models.hf_config import HfConfig, rope_spec
 
 factors = st.floats(1.5, 32.0)
@@ -91,3 +91,9 @@ def test_divisors_divide_each_frequency() -> None:
 def test_partial_rotation() -> None:
     assert rope_spec(HfConfig({"partial_rotary_factor": 0.5}), 64).rotary_dim == 32
     assert rope_spec(HfConfig({"rope_parameters": {"partial_rotary_factor": 0.25}}), 64).rotary_dim == 16
+
+
+def test_scaling_given_beside_newer_parameters_wins() -> None:
+    """An override in the older format must not be lost on a config in the newer one."""
+    config = HfConfig({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert rope_spec(config, 64) == RopeSpec(5e5, 64, LinearScaling(2.0))

@@ -97,7 +97,7 @@ def test_impossible_sizes_are_named(key: str, value: Any) -> None:
         ({"partial_rotary_factor": 2.0}, "rotated dimensions"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"hidden_act": 3}, "hidden_act"),
-        ({"rope_scaling": []}, "rope_scaling"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": math.nan}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "high_freq"),
@@ -118,6 +118,7 @@ def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> N
         ({"architectures": 7}, "7"),
         ({"hidden_act": "relu"}, "relu.*silu"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "spiral.*yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "different layers"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
 )

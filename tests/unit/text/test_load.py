@@ -13,6 +13,8 @@ import pytest
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import CheckpointError, ConfigError, InvalidRequest, ModelNotFound
+from octavo.frontend.text.backend import SlowBackend
+from octavo.frontend.text.detokenizer import IncrementalDetokenizer
 from octavo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.text import small_tokenizers
 from tests.unit.text.test_gguf_tokenizer import byte_level_metadata
@@ -114,6 +116,12 @@ def test_content_format_setting(tmp_path: Path) -> None:
     assert "type" in load(tmp_path, chat_template_content_format="openai").apply_chat_template(USER)
 
 
+def test_default_template_variables_setting(tmp_path: Path) -> None:
+    tokenizer = load(folder_with(tmp_path, {"chat_template": "{{ think }}"}), default_chat_template_kwargs={"think": "no"})
+    assert tokenizer.apply_chat_template(USER) == "no"
+    assert tokenizer.apply_chat_template(USER, think="yes") == "yes"
+
+
 def test_a_broken_template_of_the_model_leaves_plain_prompts_alive(tmp_path: Path) -> None:
     tokenizer = load(folder_with(tmp_path, {"chat_template": "{% if %}"}))
     assert tokenizer.encode("hello")
@@ -156,6 +164,20 @@ def test_other_formats_need_transformers(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="pip install transformers"):
         load(tmp_path)
+
+
+def test_a_python_tokenizer_through_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.ByT5Tokenizer().save_pretrained(str(tmp_path))
+    tokenizer = load(tmp_path)
+    assert isinstance(tokenizer.backend, SlowBackend)
+    text = "héllo 😀 wörld"
+    ids = tokenizer.encode(text)
+    assert ids == [*(b + 3 for b in text.encode()), tokenizer.eos_token_id] == tokenizer.encode(text + "</s>")
+    assert tokenizer.decode(ids) == text
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == text
+    assert tokenizer.token_text(10**6) == tokenizer.decode([10**6, -1]) == ""
 
 
 def test_nothing_here_imports_transformers_or_torch(tmp_path: Path) -> None:

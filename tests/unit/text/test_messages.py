@@ -81,9 +81,10 @@ def test_assistant_without_content_and_tool_arguments() -> None:
     assert "tool_calls" not in normalize([{"role": "assistant", "content": "x", "tool_calls": []}])[0]
 
 
-def test_reasoning_under_both_names() -> None:
-    (message,) = normalize([{"role": "assistant", "content": "x", "reasoning": "hm"}])
-    assert message["reasoning"] == message["reasoning_content"] == "hm"
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_under_every_name(name: str) -> None:
+    (message,) = normalize([{"role": "assistant", "content": "x", name: "hm"}])
+    assert message["reasoning"] == message["reasoning_content"] == message["thinking"] == "hm"
 
 
 class Role(enum.StrEnum):

@@ -42,6 +42,8 @@ class ChatTemplates:
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     """bos_token, eos_token, ...: variables for the template."""
     content_format: Literal["auto", "string", "openai"] = "auto"
+    default_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the template that a request may override (--default-chat-template-kwargs)."""
 
     @property
     def default(self) -> str | None:
@@ -110,7 +112,7 @@ class ChatTemplates:
         param = "messages" if chat_template is None else "chat_template"
         if len(source) > MAX_TEMPLATE_CHARS:
             raise InvalidRequest(f"chat_template is longer than {MAX_TEMPLATE_CHARS} characters.", param="chat_template")
-        extra = plain_data(template_kwargs or {}, "chat_template_kwargs")
+        extra = plain_data({**self.default_kwargs, **(template_kwargs or {})}, "chat_template_kwargs")
         if taken := sorted(_RESERVED & extra.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(taken)}.", param="chat_template_kwargs")
         try:

@@ -110,7 +110,8 @@ def _from_transformers(folder: Path, override: str | None, args: EngineArgs) -> 
 def _templates(named: Mapping[str, str], special: Mapping[str, Any], override: str | None, args: EngineArgs) -> ChatTemplates:
     content_format: Any = args.chat_template_content_format
     # An override replaces all of the model's templates: also the one for tools.
-    return ChatTemplates({DEFAULT: override} if override is not None else dict(named), dict(special), content_format)
+    templates = {DEFAULT: override} if override is not None else dict(named)
+    return ChatTemplates(templates, dict(special), content_format, args.default_chat_template_kwargs)
 
 
 def _template_override(given: str | None) -> str | None:

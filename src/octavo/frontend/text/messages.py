@@ -17,7 +17,7 @@ ContentFormat = Literal["string", "openai", "as given"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_REASONING = ("reasoning_content", "reasoning")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 _MAX_DEPTH = 64
 
 
@@ -77,7 +77,7 @@ def _message(message: Any, where: str, content_format: ContentFormat, developer_
         result["tool_calls"] = _tool_calls(calls, where)
     else:
         result.pop("tool_calls", None)
-    # The same thing under two names in the wild; templates read one or the other.
+    # The same thing under several names in the wild; a template reads one of them.
     if (reasoning := next((result[name] for name in _REASONING if isinstance(result.get(name), str)), None)) is not None:
         result |= dict.fromkeys(_REASONING, reasoning)
     return result
