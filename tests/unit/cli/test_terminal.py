@@ -30,7 +30,7 @@ class Terminal:
             stderr=slave,
             env=environment(TERM="dumb", **env),
             start_new_session=True,
-            preexec_fn=_take_terminal,
+            preexec_fn=_take_terminal,  # noqa: PLW1509
         )
         os.close(slave)
         os.set_blocking(self._master, False)
