@@ -154,16 +154,19 @@ class Loop:
     def iterate(self, stream: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
         """The items of an asynchronous iterator. Leaving early, or Ctrl-C, closes it."""
         items = stream()
+        turn = asyncio.Lock()  # a cancelled step needs a moment to end; closing before that is an error
 
         async def step() -> tuple[bool, T | None]:
-            try:
-                return True, await anext(items)
-            except StopAsyncIteration:
-                return False, None
+            async with turn:
+                try:
+                    return True, await anext(items)
+                except StopAsyncIteration:
+                    return False, None
 
         async def close() -> None:
-            if hasattr(items, "aclose"):
-                await items.aclose()
+            async with turn:
+                if hasattr(items, "aclose"):
+                    await items.aclose()
 
         try:
             while (got := self.run(step()))[0]:

@@ -142,6 +142,27 @@ def test_bench_serve_says_why_nothing_works(capsys: pytest.CaptureFixture[str]) 
     assert "no such thing" in capsys.readouterr().err
 
 
+def test_bench_throughput_end_to_end(tmp_path: Path, engine_flags: list[str]) -> None:
+    out = tmp_path / "t.json"
+    flags = ["--num-prompts", "5", "--input-len", "4-8", "--output-len", "3", "--vocab-size", "200", "--output-json", str(out)]
+    assert main(["bench", "throughput", *flags, *engine_flags]) == 0
+    result = json.loads(out.read_text())
+    assert (result["num_requests"], result["output_tokens"]) == (5, 15)
+    assert result["total_tokens"] == result["prompt_tokens"] + 15
+    assert result["output_tokens_per_second"] == pytest.approx(15 / result["elapsed_time"])
+    assert result["engine"]["device"] == "scripted"
+
+
+def test_bench_latency_end_to_end(tmp_path: Path, engine_flags: list[str]) -> None:
+    out = tmp_path / "l.json"
+    flags = ["--batch-size", "3", "--input-len", "8", "--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1"]
+    assert main(["bench", "latency", *flags, "--vocab-size", "200", "--output-json", str(out), *engine_flags]) == 0
+    result = json.loads(out.read_text())
+    assert len(result["latencies"]) == 2
+    assert result["p50_ttft_ms"] <= result["p50_batch_ms"]
+    assert result["mean_itl_ms"] > 0
+
+
 def test_random_workloads_repeat_and_stay_in_range() -> None:
     a = random_requests(50, Span(100, 1024), Span(5, 9), seed=3)
     assert a == random_requests(50, Span(100, 1024), Span(5, 9), seed=3)

@@ -22,6 +22,20 @@ def open_llm(options: Namespace) -> Any:
         return LLM(**changed, progress=progress)
 
 
+def engine_of(llm: Any) -> dict[str, Any]:
+    """What ran, for the result file."""
+    ready = llm.ready_report
+    return {
+        "model": llm.config.model.name,
+        "device": ready.device,
+        "dtype": ready.dtype,
+        "attention": ready.attention,
+        "kv_blocks": ready.num_blocks,
+        "max_num_seqs": ready.max_num_seqs,
+        "max_num_batched_tokens": llm.config.scheduler.max_num_batched_tokens,
+    }
+
+
 def prompts_of(requests: Sequence[BenchRequest]) -> list[Any]:
     """Requests in the form that `LLM.generate` takes."""
     return [{"prompt_token_ids": r.prompt} if isinstance(r.prompt, list) else r.prompt for r in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from octavo.cli.bench.offline import open_llm, prompts_of, sampling_of
+from octavo.cli.bench.offline import engine_of, open_llm, prompts_of, sampling_of
 from octavo.cli.bench.results import add_result_flags, publish
 from octavo.cli.bench.workload import add_workload_flags, describe, workload
 from octavo.cli.flags import add_engine_settings
@@ -28,13 +28,14 @@ def run(options: Namespace) -> int:
         start = time.perf_counter()
         outputs = llm.generate(prompts, sampling)
         seconds = time.perf_counter() - start
+        engine = engine_of(llm)
     result = throughput(outputs, seconds)
     rows = [
         ("requests", f"{len(requests)} in {seconds:.2f} s = {result['requests_per_second']:.2f}/s"),
         ("output tokens", f"{result['output_tokens']:,} = {result['output_tokens_per_second']:.1f}/s"),
         ("all tokens", f"{result['total_tokens']:,} = {result['total_tokens_per_second']:.1f}/s"),
     ]
-    publish(options, "bench throughput", rows, {"workload": describe(options), **result})
+    publish(options, "bench throughput", rows, {"engine": engine, "workload": describe(options), **result})
     return 0
 
 

@@ -121,7 +121,7 @@ def add_workload_flags(parser: CommandParser, *, num_prompts: int, input_len: st
     )
     group.add_argument("--dataset-name", metavar="NAME", help="random, or the kind of --dataset-path (its ending tells it).")
     group.add_argument("--dataset-path", metavar="FILE", help="Prompts: .txt, .jsonl, or .json in ShareGPT's form. Default: random tokens.")
-    group.add_argument("--vocab-size", type=positive_int, metavar="N", help="Random token ids are below this. Default: 10000.")
+    group.add_argument("--vocab-size", type=positive_int, metavar="N", help="Random token ids are at most this. Default: 10000.")
     group.add_argument("--workload-seed", type=int, metavar="N", help="Seed of lengths, tokens and arrival times. Default: 0.")
     group.set_defaults(workload_defaults=(num_prompts, span(input_len), span(output_len)))
 
