@@ -87,10 +87,10 @@ class EngineCore:
         deltas: list[TokenDelta] = []
         if self._flights and (plan is None or len(self._flights) > self.inflight):
             deltas = self._settle()
+        self._watch(plan is not None)
         if self.life.outbox:
             deltas = [*deltas, *self.life.outbox]
             self.life.outbox.clear()
-        self._watch(plan is not None)
         return StepOutputs(deltas, self.stats())
 
     def _plan(self, now: float) -> StepPlan | None:
@@ -142,8 +142,9 @@ class EngineCore:
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
                 self._fail_all(plan, f"The engine failed on the result of this request: {error}.")
-            seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
-            self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)
+            if self.scheduler.config.target_step_ms is not None:
+                seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
+                self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)
         self.life.settle(plan.step_id)
         self._last_tokens = plan.num_tokens
         self._last_time = time.monotonic()
