@@ -356,11 +356,13 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_engine_dies_with_its_parent(how: signal.Signals) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(ROOT) / "src"), ROOT])}
+def test_the_engine_dies_with_its_parent_and_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": os.pathsep.join([str(Path(ROOT) / "src"), ROOT])}
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment, cwd="/") as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
+        assert not [path for path in os.listdir(folder) if path.startswith("octavo-")]
         engine = psutil.Process(pid)
         parent.send_signal(how)
         parent.wait(10)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded
-from octavo.frontend.beam import BeamSearch, beam_request_output
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, RequestFailed
+from octavo.frontend.beam import BeamSearch, Collector, beam_request_output
 from octavo.frontend.client import Progress
 from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
@@ -132,7 +132,8 @@ class AsyncLLM:
         self._client = client
         self._processor = InputProcessor(launch.config, tokenizer)
         self._live: dict[str, RequestState] = {}
-        self._beams: set[str] = set()
+        self._beams: dict[str, Collector | None] = {}
+        """Running beam searches, by request id, with the turn they wait for."""
         self._listeners: list[Listener] = []
         self._starting: asyncio.Task[EngineReady] | None = None
         self._accepting = True
@@ -196,7 +197,7 @@ class AsyncLLM:
             drain: seconds that running requests get to finish; new ones are refused meanwhile.
         """
         self._accepting = False
-        if drain > 0 and self._live:
+        if drain > 0 and self.live_requests():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain)
         if self._starting is not None:
@@ -283,16 +284,18 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
-        state = self._live.get(request_id)
+        state, turn = self._live.get(request_id), self._beams.get(request_id)
         if state is not None:
             self._abort_state(state)
+        elif turn is not None:
+            turn.on_error(RequestFailed("The beam search was aborted."))
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, n: int | None = None, **options: Any
     ) -> RequestOutput:
         """Beam search: the best `n` (default all) continuations, best first, as siblings of one output.
 
-        Cancelling it ends it in the engine too.
+        Cancelling it, or `abort`, ends it in the engine too (`abort` makes it raise RequestFailed).
         """
         await self._check_accepting()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -301,11 +304,18 @@ class AsyncLLM:
         prompt = await self._tokenize_long(prompt, SamplingParams(max_tokens=params.max_tokens), add_special_tokens, None)
         search = BeamSearch.begin(self._processor, prompt, params, request_id, add_special_tokens=add_special_tokens, **options)
         self._check_unused(request_id)
-        self._beams.add(request_id)
+        self._beams[request_id] = None
+        self._idle.clear()
+        reason = "abort"
         try:
             await self._search(search)
+            reason = "stop"
+        except OctavoError:
+            reason = "error"
+            raise
         finally:
-            self._beams.discard(request_id)
+            del self._beams[request_id]
+            self._on_finish(search.finished_request(reason))
         return beam_request_output(search, self._tokenizer, n)
 
     async def _search(self, search: BeamSearch) -> None:
@@ -314,6 +324,7 @@ class AsyncLLM:
             while not search.done:
                 turned = asyncio.Event()
                 requests, collector = search.start_turn(turned.set)
+                self._beams[search.request_id] = collector
                 for request in requests:
                     self._client.add(request, collector, bounded=bounded)
                     bounded = False
@@ -352,7 +363,7 @@ class AsyncLLM:
 
     def _on_finish(self, finished: FinishedRequest) -> None:
         self._live.pop(finished.request_id, None)
-        if not self._live:
+        if not self.live_requests():
             self._idle.set()
         for listener in self._listeners:
             try:

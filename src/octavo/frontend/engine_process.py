@@ -76,6 +76,10 @@ class EngineProcess:
         message: FromEngine = self._decoder.decode(await self._inbox.recv())
         return message
 
+    def unlink_sockets(self) -> None:
+        """Once both ends are connected nobody needs the files: however this process ends, it leaves none behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def exit_code(self) -> int | None:
         """None while it runs; negative: ended by that signal."""
         return self._popen.poll()

@@ -426,6 +426,7 @@ class ProcessClient:
                 if receive.done():
                     message = receive.result()
                     if isinstance(message, EngineReady):
+                        process.unlink_sockets()
                         return message
                     self._on_message(message)
                     receive = asyncio.ensure_future(process.receive())
