@@ -17,7 +17,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from octavo import AsyncLLM, EngineDead, InvalidRequest, Overloaded, RequestFailed, RequestOutput, RequestOutputKind, SamplingParams
+from octavo import (
+    AsyncLLM,
+    BeamSearchParams,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 from octavo.frontend.outputs import FinishedRequest
 from tests.support.engine_client import ROOT
@@ -210,6 +220,44 @@ async def test_listeners_hear_of_every_end(llm: AsyncLLM) -> None:
     assert [(f.request_id, f.finish_reasons) for f in heard] == [("a", ("length",)), ("b", ("stop",)), ("c", ("error",)), ("d", ("abort",))]
     assert heard[0].num_output_tokens == 3
     assert len(heard[0].token_gaps) == 2
+
+
+async def test_a_beam_search_is_a_request_like_any_other(llm: AsyncLLM) -> None:
+    heard: list[FinishedRequest] = []
+    llm.add_listener(heard.append)
+    output = await llm.beam_search("hi", BeamSearchParams(beam_width=3, max_tokens=5), "beam", n=2)
+    assert (output.request_id, [o.index for o in output.outputs], output.finished) == ("beam", [0, 1], True)
+    assert output.outputs[0].text == "HHHHH"  # each of its tokens is the first of a scripted request
+    searching = asyncio.create_task(llm.beam_search("slow", BeamSearchParams(beam_width=2, max_tokens=300), "second"))
+    while llm.live_requests() == 0:
+        await asyncio.sleep(0.01)
+    with pytest.raises(InvalidRequest, match="second"):
+        await llm.submit("hi", LONG, "second")
+    await asyncio.sleep(0.05)
+    await llm.abort("second")
+    with pytest.raises(RequestFailed, match="aborted"):
+        await searching
+    cancelled = asyncio.create_task(llm.beam_search("slow", BeamSearchParams(beam_width=2, max_tokens=300), "third"))
+    await asyncio.sleep(0.1)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert [(f.request_id, f.finish_reasons[0]) for f in heard] == [("beam", "length"), ("second", "error"), ("third", "abort")]
+    assert llm.live_requests() == 0
+    await idle(llm)
+
+
+async def test_a_beam_search_goes_across_a_crash(llm: AsyncLLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=30, ignore_eos=True)
+    whole = await llm.beam_search("slow", params)
+    searching = asyncio.create_task(llm.beam_search("slow", params))
+    await asyncio.sleep(0.15)
+    assert llm.engine_pid is not None
+    assert not searching.done()
+    os.kill(llm.engine_pid, signal.SIGKILL)
+    again = await searching
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in whole.outputs]
+    assert llm.restarts == 1
 
 
 async def test_defaults_of_the_model_apply_when_nothing_is_said(tmp_path: Path) -> None:

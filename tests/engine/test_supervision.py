@@ -82,6 +82,19 @@ async def test_killed_again_and_again_while_streaming() -> None:
         assert client.restarts == 3
 
 
+async def test_counters_never_run_backwards() -> None:
+    async with scripted_client(tiny_config()) as client:
+        steps: list[int] = []
+        client.on_stats = lambda stats: steps.append(stats.step)
+        sink = RecordingSink()
+        client.add(request("a", [SLOW, 1], max_tokens=20), sink)
+        await sink.until(lambda s: len(s.tokens.get(0, [])) >= 10)
+        kill_engine(client)
+        await sink.done()
+        assert steps == sorted(steps)
+        assert client.stats().step >= 20
+
+
 async def test_siblings_are_replayed_one_by_one() -> None:
     async with scripted_client(tiny_config()) as client:
         sink = RecordingSink()
@@ -343,11 +356,13 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_engine_dies_with_its_parent(how: signal.Signals) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(ROOT) / "src"), ROOT])}
+def test_the_engine_dies_with_its_parent_and_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": os.pathsep.join([str(Path(ROOT) / "src"), ROOT])}
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment, cwd="/") as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
+        assert not [path for path in os.listdir(folder) if path.startswith("octavo-")]
         engine = psutil.Process(pid)
         parent.send_signal(how)
         parent.wait(10)

@@ -146,3 +146,17 @@ def test_sequences_of_one_step_do_not_touch_each_other(tmp_path: Path) -> None:
     positions = torch.cat((torch.arange(len(first)), torch.arange(len(second))))
     logits = model.logits(model.forward(torch.tensor(first + second), positions, Both()))
     torch.testing.assert_close(logits, torch.cat((run(model, first), run(model, second))), atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_does_not_depend_on_its_company(tmp_path: Path) -> None:
+    """Bit for bit, in float32 on a CPU: everything but attention works row by row."""
+    save_tiny(tmp_path, "qwen3", attention_bias=True)
+    model = load(tmp_path)
+    ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
+
+    def itself(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q + v.repeat_interleave(2, dim=1)
+
+    alone = torch.cat([model.logits(model.forward(ids[i : i + 1], positions[i : i + 1], itself)) for i in range(len(IDS))])
+    for count in (2, 3, 7, 16, 33, len(IDS)):
+        assert torch.equal(model.logits(model.forward(ids[-count:], positions[-count:], itself)), alone[-count:])

@@ -13,7 +13,6 @@ from octavo.errors import CheckpointError, ConfigError, ModelNotFound
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "tokenizer*", "*.txt")
 """Configuration, tokenizer and chat templates: everything but weights. Never *.py: code of a checkpoint does not run here."""
-_WEIGHTS = "*.safetensors"
 _TIMEOUT = 10.0
 """Seconds to wait for the hub's answer before looking into the local cache."""
 
@@ -35,9 +34,12 @@ def fetch(name: str, *, revision: str | None, cache_dir: str | None, token: str 
     with _plain_errors(repo, revision):
         files = _list_files(repo, revision, token)
         if files is None:
-            return _from_cache(repo, variant, revision, cache_dir)
+            snapshot = _from_cache(repo, revision, cache_dir)
+            files = [p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file()]
+            gguf = _choose_gguf(repo, files, variant, load_format)
+            return snapshot / gguf if gguf else snapshot
         gguf = _choose_gguf(repo, files, variant, load_format)
-        weights = [gguf] if gguf else [] if load_format == "dummy" else [_WEIGHTS]
+        weights = [gguf] if gguf else [] if load_format == "dummy" else _safetensors(files)
         snapshot = _download(repo, revision, cache_dir, token, [*weights, *TEXT_FILES])
         return snapshot / gguf if gguf else snapshot
 
@@ -46,7 +48,7 @@ def fetch_text_files(name: str, *, revision: str | None, cache_dir: str | None, 
     """Bring only the configuration and tokenizer files of a hub repository here. Returns the folder; raises as `fetch` does."""
     with _plain_errors(name, revision):
         if _list_files(name, revision, token) is None:
-            return _from_cache(name, "", revision, cache_dir)
+            return _from_cache(name, revision, cache_dir)
         return _download(name, revision, cache_dir, token, list(TEXT_FILES))
 
 
@@ -73,13 +75,15 @@ def _download(repo: str, revision: str | None, cache_dir: str | None, token: str
     return Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, token=token, allow_patterns=patterns))
 
 
-def _from_cache(repo: str, variant: str, revision: str | None, cache_dir: str | None) -> Path:
+def _from_cache(repo: str, revision: str | None, cache_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    snapshot = Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    files = [p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file()]
-    gguf = _choose_gguf(repo, files, variant, "auto")
-    return snapshot / gguf if gguf else snapshot
+    return Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, local_files_only=True))
+
+
+def _safetensors(files: list[str]) -> list[str]:
+    """The model's weights. Other folders and consolidated files repeat them under other names, at twice the download."""
+    return [f for f in files if f.endswith(".safetensors") and "/" not in f and not f.startswith(("consolidated", "adapter_"))]
 
 
 def _choose_gguf(repo: str, files: list[str], variant: str, load_format: str) -> str | None:

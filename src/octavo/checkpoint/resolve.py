@@ -50,10 +50,10 @@ def resolve_checkpoint(
     name = model.strip()
     if not name:
         return open_gguf(Path(bundled.ensure_bundled_model(progress)), bundled.NAME, hf_overrides)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path, is_folder, is_file = _look(name)
+    if is_folder:
         return open_folder(path.resolve(), name, hf_overrides, load_format)
-    if path.is_file():
+    if is_file:
         if path.suffix == ".gguf":
             return open_gguf(path.resolve(), name, hf_overrides)
         raise CheckpointError(f"{path} is a file but not a .gguf one. Give the folder of the model, or a GGUF file.")
@@ -76,10 +76,10 @@ def tokenizer_source(name: str, *, download_dir: str | None = None, token: str |
     Raises:
         ModelNotFound: neither here nor on the hub.
     """
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    path, is_folder, is_file = _look(name)
+    if is_folder or (is_file and path.suffix == ".gguf"):
         return path.resolve()
-    if path.name == "tokenizer.json" and path.is_file():
+    if is_file and path.name == "tokenizer.json":
         return path.resolve().parent
     if (found := catalog.find_local(name)) is not None:
         return found
@@ -109,6 +109,17 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
         if ids:
             return tuple(dict.fromkeys(ids))
     return () if tokenizer_eos is None else (tokenizer_eos,)
+
+
+def _look(name: str) -> tuple[Path, bool, bool]:
+    """`name` as a path, whether it is a folder, whether it is a file. Names that no path can have are neither."""
+    try:
+        path = Path(name).expanduser()
+        return path, path.is_dir(), path.is_file()
+    except PermissionError:
+        raise CheckpointError(f"{name} cannot be looked at: no permission.") from None
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL character, an unknown ~user
+        return Path(), False, False
 
 
 def _what_it_is_not(path: Path, name: str) -> str:

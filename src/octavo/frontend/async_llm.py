@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded
-from octavo.frontend.beam import BeamSearch, beam_request_output
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, RequestFailed
+from octavo.frontend.beam import BeamSearch, Collector, beam_request_output
 from octavo.frontend.client import Progress
 from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
@@ -132,7 +132,8 @@ class AsyncLLM:
         self._client = client
         self._processor = InputProcessor(launch.config, tokenizer)
         self._live: dict[str, RequestState] = {}
-        self._beams: set[str] = set()
+        self._beams: dict[str, Collector | None] = {}
+        """Running beam searches, by request id, with the turn they wait for."""
         self._listeners: list[Listener] = []
         self._starting: asyncio.Task[EngineReady] | None = None
         self._accepting = True
@@ -171,19 +172,18 @@ class AsyncLLM:
             OctavoError: it cannot start; the message is for the user.
         """
         llm = cls.from_engine_args(args, progress=progress, **options)
-        await llm.wait_ready(progress)
+        try:
+            await llm.wait_ready(progress)
+        except BaseException:
+            await llm.shutdown()
+            raise
         return llm
 
     async def wait_ready(self, progress: Progress | None = None) -> EngineReady:
         """Wait until the engine takes requests; at once after the first time."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._client.start(progress))
-        try:
-            ready = await asyncio.shield(self._starting)
-        except asyncio.CancelledError:
-            if not self._starting.done():
-                self._starting.cancel()
-            raise
+        ready = await asyncio.shield(self._starting)  # one request that gives up must not end the start for all
         if ready.max_model_len != self.config.model.max_model_len:
             # `auto` took what fits.
             self.config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, max_model_len=ready.max_model_len))
@@ -197,14 +197,14 @@ class AsyncLLM:
             drain: seconds that running requests get to finish; new ones are refused meanwhile.
         """
         self._accepting = False
-        if drain > 0 and self._live:
+        if drain > 0 and self.live_requests():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain)
-        await self._client.close()
         if self._starting is not None:
             self._starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, OctavoError):
                 await self._starting
+        await self._client.close()
 
     async def __aenter__(self) -> Self:
         await self.wait_ready()
@@ -265,9 +265,7 @@ class AsyncLLM:
         )
         self._check_unused(request_id)  # somebody may have taken it while we were away
         news = asyncio.Event()
-        state = RequestState(
-            request_id, prepared, self._tokenizer, abort_sibling=self._client.abort, wake=news.set, on_finish=self._on_finish
-        )
+        state = RequestState(prepared, self._tokenizer, abort_sibling=self._client.abort, wake=news.set, on_finish=self._on_finish)
         self._client.add(prepared.request, state)
         self._live[request_id] = state
         self._idle.clear()
@@ -286,16 +284,18 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
-        state = self._live.get(request_id)
+        state, turn = self._live.get(request_id), self._beams.get(request_id)
         if state is not None:
             self._abort_state(state)
+        elif turn is not None:
+            turn.on_error(RequestFailed("The beam search was aborted."))
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, *, n: int | None = None, **options: Any
     ) -> RequestOutput:
         """Beam search: the best `n` (default all) continuations, best first, as siblings of one output.
 
-        Cancelling it ends it in the engine too.
+        Cancelling it, or `abort`, ends it in the engine too (`abort` makes it raise RequestFailed).
         """
         await self._check_accepting()
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -304,11 +304,18 @@ class AsyncLLM:
         prompt = await self._tokenize_long(prompt, SamplingParams(max_tokens=params.max_tokens), add_special_tokens, None)
         search = BeamSearch.begin(self._processor, prompt, params, request_id, add_special_tokens=add_special_tokens, **options)
         self._check_unused(request_id)
-        self._beams.add(request_id)
+        self._beams[request_id] = None
+        self._idle.clear()
+        reason = "abort"
         try:
             await self._search(search)
+            reason = "stop"
+        except OctavoError:
+            reason = "error"
+            raise
         finally:
-            self._beams.discard(request_id)
+            del self._beams[request_id]
+            self._on_finish(search.finished_request(reason))
         return beam_request_output(search, self._tokenizer, n)
 
     async def _search(self, search: BeamSearch) -> None:
@@ -317,6 +324,7 @@ class AsyncLLM:
             while not search.done:
                 turned = asyncio.Event()
                 requests, collector = search.start_turn(turned.set)
+                self._beams[search.request_id] = collector
                 for request in requests:
                     self._client.add(request, collector, bounded=bounded)
                     bounded = False
@@ -355,7 +363,7 @@ class AsyncLLM:
 
     def _on_finish(self, finished: FinishedRequest) -> None:
         self._live.pop(finished.request_id, None)
-        if not self._live:
+        if not self.live_requests():
             self._idle.set()
         for listener in self._listeners:
             try:
@@ -412,6 +420,8 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raises EngineDead if the engine is gone for good, or hangs."""
         self._client.check_alive()
+        if self._client.state == "restarting":
+            return  # it may take as long as loading the model; what is live goes on afterwards
         age, limit = self.last_step_age(), self.config.reliability.hang_timeout
         if age > limit:
             raise EngineDead(f"The engine has work but finished no step for {age:.0f} seconds (limit {limit:.0f}).")

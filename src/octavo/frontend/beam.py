@@ -17,11 +17,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import OctavoError, RequestFailed
-from octavo.frontend.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, PositionLogprobs, RequestOutput
+from octavo.frontend.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    FinishedRequest,
+    PositionLogprobs,
+    RequestOutput,
+)
 from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt
 from octavo.frontend.request_state import position_logprobs
-from octavo.protocol.engine import FinishReason, LogprobRow, NewRequest, TokenDelta
+from octavo.protocol.engine import FinishReason, LogprobRow, NewRequest, RequestTimes, TokenDelta
 from octavo.protocol.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -97,6 +104,7 @@ class BeamSearch:
         self._done_beams: list[DoneBeam] = []
         self._turn: dict[str, Beam] = {}
         """Engine id -> beam it extends, of the turn in progress."""
+        self._first_token_time = 0.0
         self._held: list[str] = []
         """Parents of the running beams."""
 
@@ -154,6 +162,7 @@ class BeamSearch:
             ),
             key=lambda beam: -beam.logprob,
         )[: self._candidates]
+        self._first_token_time = self._first_token_time or time.monotonic()
         width = self.params.beam_width
         length = len(candidates[0].tokens)
         at_limit = length >= self._max_tokens
@@ -179,6 +188,23 @@ class BeamSearch:
     def results(self) -> list[DoneBeam]:
         """Best first."""
         return self._done_beams
+
+    def finished_request(self, reason: str) -> FinishedRequest:
+        """For metrics and logs, once the search has ended."""
+        now, arrival = time.monotonic(), self._template.arrival_time
+        return FinishedRequest(
+            request_id=self.request_id,
+            times=RequestTimes(queued=arrival, first_token=self._first_token_time, last_token=now),
+            arrival_time=arrival,
+            end_time=now,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=0,
+            num_output_tokens=sum(len(done.beam.tokens) for done in self._done_beams),
+            finish_reasons=tuple(done.finish_reason for done in self._done_beams) if reason == "stop" else (reason,),
+            n=self.params.beam_width,
+            max_tokens=self._max_tokens,
+            token_gaps=(),
+        )
 
     def _score(self, beam: Beam, length: int) -> float:
         return float(beam.logprob / length**self.params.length_penalty)

@@ -56,7 +56,7 @@ class EngineProcess:
             config=config,
             inbox=to_engine,
             outbox=from_engine,
-            log_level=logging.getLogger().getEffectiveLevel(),
+            log_level=logging.getLogger("octavo").getEffectiveLevel(),
             from_main_thread=threading.current_thread() is threading.main_thread(),
             builder=builder,
         )
@@ -75,6 +75,10 @@ class EngineProcess:
         """The next message; waits for it, for ever if the process is dead."""
         message: FromEngine = self._decoder.decode(await self._inbox.recv())
         return message
+
+    def unlink_sockets(self) -> None:
+        """Once both ends are connected nobody needs the files: however this process ends, it leaves none behind."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def exit_code(self) -> int | None:
         """None while it runs; negative: ended by that signal."""

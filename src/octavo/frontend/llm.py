@@ -178,13 +178,7 @@ class LLM:
             try:
                 for one in prepared:
                     one.request.sampling.output_kind = RequestOutputKind.FINAL_ONLY
-                    state = RequestState(
-                        one.request.request_id.partition("#")[0],
-                        one,
-                        self._tokenizer,
-                        abort_sibling=client.abort,
-                        on_finish=bar.finished,
-                    )
+                    state = RequestState(one, self._tokenizer, abort_sibling=client.abort, on_finish=bar.finished)
                     states.append(state)
                     client.add(one.request, state)
                 while client.num_live and not interrupted():

@@ -51,6 +51,19 @@ WATCH_INTERVAL = 0.1
 LAST_WORDS = 0.1
 """Seconds to wait for messages that a dead engine had already sent."""
 STOP_TIMEOUT = 5.0
+COUNTERS = (
+    "step",
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+    "recomputed_tokens",
+    "prompt_tokens",
+    "generation_tokens",
+    "evictions",
+    "cow_copies",
+    "rejected",
+)
+"""Fields of EngineStats that only grow."""
 
 State = Literal["starting", "running", "restarting", "dead", "closed"]
 
@@ -81,6 +94,8 @@ class ProcessClient:
         self._death: EngineDead | None = None
         self._ready: EngineReady | None = None
         self._stats = EngineStats()
+        self._before_restart = EngineStats()
+        """Totals of the engines before this one: counters never run backwards."""
         self._live: dict[str, LiveRequest] = {}
         self._suspects: deque[LiveRequest] = deque()
         """First: the one on probation. While there are any, no other request is sent."""
@@ -353,6 +368,8 @@ class ProcessClient:
         try:
             while True:
                 self._on_message(await process.receive())
+                # A receive that finds a message waiting does not suspend: without this a fast engine would starve every other task.
+                await asyncio.sleep(0)
         except _Crash as e:
             crash.set_result(e)
         except Exception as e:
@@ -377,6 +394,8 @@ class ProcessClient:
             raise _Crash(message.message, kind=message.kind, request_id=message.request_id)
 
     def _on_stats(self, stats: EngineStats) -> None:
+        for name in COUNTERS if self.restarts else ():
+            setattr(stats, name, getattr(stats, name) + getattr(self._before_restart, name))
         self._stats = stats
         if self.on_stats is not None:
             self.on_stats(stats)
@@ -407,6 +426,7 @@ class ProcessClient:
                 if receive.done():
                     message = receive.result()
                     if isinstance(message, EngineReady):
+                        process.unlink_sockets()
                         return message
                     self._on_message(message)
                     receive = asyncio.ensure_future(process.receive())
@@ -442,7 +462,7 @@ class ProcessClient:
                 logger.error("The engine did not come back: %s", again)
                 crash = again
         self._state = "running"
-        self._stats = EngineStats()
+        self._before_restart = self._stats
         self._work_since = time.monotonic()
         logger.warning("The engine is back (process %d); %d requests go on", self._process.pid, len(self._live))
         if self._suspects:

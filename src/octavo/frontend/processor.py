@@ -47,6 +47,8 @@ _GENERATION_KEYS = {
 class Prepared:
     """A request that passed the door."""
 
+    request_id: str
+    """The user's name for it; `request` has the engine's."""
     request: NewRequest
     prompt: str | None
     """The prompt's text, when it is known."""
@@ -114,7 +116,7 @@ class InputProcessor:
             fair_key=fair_key,
             extra_key=salt,
         )
-        return Prepared(request, parsed.text)
+        return Prepared(request_id, request, parsed.text)
 
     @property
     def vocab_size(self) -> int:

@@ -87,14 +87,19 @@ class HfConfig:
 
 
 def rope_spec(config: HfConfig, head_dim: int, *, default_theta: float = 10000.0) -> RopeSpec:
-    """Rotary embedding, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones).
+    """Rotary embedding, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones, and overrides).
 
     Raises:
         CheckpointError: a value missing or out of range.
         UnsupportedModel: a kind of scaling that is not known.
     """
-    rope = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
-    theta = rope.number("rope_theta", config.number("rope_theta", default_theta))
+    newer = config.section("rope_parameters")
+    rope = config.section("rope_scaling") if config.values.get("rope_scaling") else newer
+    if any(isinstance(value, Mapping) for value in rope.values.values()):
+        raise UnsupportedModel(f"{rope.where}: different rotary embeddings for different layers are not supported.")
+    theta = rope.number("rope_theta", config.number("rope_theta", newer.number("rope_theta", default_theta)))
+    if theta <= 1.0:
+        raise CheckpointError(f"{config.where}: rope_theta must be greater than 1, got {theta}.")
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
@@ -106,7 +111,8 @@ def _scaling(config: HfConfig, rope: HfConfig, rotary_dim: int) -> RopeScaling |
     kind = rope.text("rope_type", rope.text("type", "default"))
     trained = config.integer("max_position_embeddings", 2048)
     # The outer key is where Phi-3 style configs keep it, and it wins.
-    original = config.integer("original_max_position_embeddings", rope.integer("original_max_position_embeddings", trained))
+    inner = rope.integer("original_max_position_embeddings", trained, minimum=2)
+    original = config.integer("original_max_position_embeddings", inner, minimum=2)
     match kind:
         case "default":
             return None

@@ -51,7 +51,7 @@ def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{gguf.path}: cannot be read: {e}") from None
     arch = gguf.metadata.get("general.architecture")
-    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch in ("llama", "mistral") else {}
+    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch == "llama" else {}
     for tensor in gguf.tensors.values():
         if tensor.name == _ROPE_DIVISORS:
             continue
@@ -87,6 +87,8 @@ def _unpermuted(tensor: GgufTensor, num_heads: Any, path: str) -> np.ndarray[tup
     if num_heads is None:
         return None
     rows = tensor.shape[0]
+    if len(tensor.shape) == 1 and tensor.nbytes % rows:
+        raise CheckpointError(f"{path}: tensor {tensor.name} is a {tensor.type} vector; biases must be floating point.")
     if not isinstance(num_heads, int) or num_heads < 1 or rows % (2 * num_heads):
         raise CheckpointError(f"{path}: tensor {tensor.name} has {rows} rows, which {num_heads!r} heads cannot share.")
     return np.arange(rows).reshape(num_heads, rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
@@ -99,7 +101,7 @@ def _copier(
     path: str,
 ) -> Callable[[torch.Tensor], None]:
     def copy_into(destination: torch.Tensor) -> None:
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
+        rows = tensor.shape[0] if len(tensor.shape) > 1 or order is not None else 1
         stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
         target = destination.view(rows, -1)
         step = max(1, _CHUNK_VALUES // target.shape[1])

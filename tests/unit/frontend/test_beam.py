@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -22,7 +22,7 @@ WORDS = 5
 END = 2
 
 
-@lru_cache(maxsize=None)
+@cache
 def log_probs(tokens: tuple[int, ...]) -> tuple[float, ...]:
     """A language model: of `WORDS` tokens, a random distribution for each context."""
     rng = random.Random(str(tokens))

@@ -46,7 +46,6 @@ class Run:
     def __post_init__(self) -> None:
         prepared = InputProcessor(tiny_config(max_logprobs=-1), self.tokenizer).prepare([5, 6], self.params, "r")
         self.state = RequestState(
-            "r",
             prepared,
             self.tokenizer,
             abort_sibling=lambda engine_id, index: self.aborted.append(index),

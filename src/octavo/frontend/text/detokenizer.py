@@ -102,7 +102,8 @@ class _WindowStream:
         """Tokens of the window whose text is out."""
 
     def push(self, ids: Iterable[int]) -> str:
-        self._window += [i for i in ids if i not in self._skipped]
+        # Ids outside the vocabulary would push the tokens that give context out of the window.
+        self._window += [i for i in ids if i not in self._skipped and self._tokenizer.backend.token(i) is not None]
         return self._advance(final=False)
 
     def flush(self) -> str:

@@ -18,8 +18,9 @@ from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.text.backend import FastBackend, SlowBackend
-from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates, check_template
+from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates
 from octavo.frontend.text.gguf_tokenizer import gguf_vocabulary
+from octavo.frontend.text.template_inspection import check_template
 from octavo.frontend.text.tokenizer import Tokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -110,7 +111,8 @@ def _from_transformers(folder: Path, override: str | None, args: EngineArgs) -> 
 def _templates(named: Mapping[str, str], special: Mapping[str, Any], override: str | None, args: EngineArgs) -> ChatTemplates:
     content_format: Any = args.chat_template_content_format
     # An override replaces all of the model's templates: also the one for tools.
-    return ChatTemplates({DEFAULT: override} if override is not None else dict(named), dict(special), content_format)
+    templates = {DEFAULT: override} if override is not None else dict(named)
+    return ChatTemplates(templates, dict(special), content_format, args.default_chat_template_kwargs)
 
 
 def _template_override(given: str | None) -> str | None:

@@ -12,17 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class StopUpdate:
-    """What one piece of text came to."""
-
-    text: str
-    """Now safe to show."""
-    stop: str | None = None
-    """The stop string that ended the text, if one did."""
 
 
 class StopStrings:
@@ -35,34 +24,33 @@ class StopStrings:
         self._tokens = 0
         self._state = 0
         self._held = ""
-        self.stop: str | None = None
-        """The stop string that ended the text."""
+        self.matched: str | None = None
+        """The stop string that ended the text, if one did; nothing more is shown then."""
 
-    def push(self, text: str, num_tokens: int = 1) -> StopUpdate:
-        """Add the text that `num_tokens` more tokens made (it may be empty).
+    def push(self, text: str, num_tokens: int) -> str:
+        """Add text (it may be empty); returns what is now safe to show.
 
-        While `min_tokens` is not reached, push one token at a time: a piece that reaches it counts as before it as a whole.
+        Args:
+            num_tokens: tokens out so far, those that made this text included. While `min_tokens` is not reached, push one
+                token at a time: text of several that pass it counts as before it as a whole.
         """
-        if self.stop is not None:
-            return StopUpdate("", self.stop)
-        free = self._tokens < self._min_tokens and num_tokens > 0
-        self._tokens += num_tokens
+        if self.matched is not None:
+            return ""
+        free = self._tokens < self._min_tokens
+        self._tokens = num_tokens
         if self._automaton is None or free:
-            return StopUpdate(text)
+            return text
         automaton, state = self._automaton, self._state
-        text_so_far = self._held + text
-        for at, char in enumerate(text, start=len(self._held) + 1):
+        so_far = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
             state = automaton.step(state, char)
             if (stop := automaton.stops[state]) is not None:
-                self.stop, self._held = stop, ""
-                return StopUpdate(text_so_far[: at if self._include else at - len(stop)], stop)
+                self.matched, self._held = stop, ""
+                return so_far[: end if self._include else end - len(stop)]
         self._state = state
-        if self._include:
-            # All shown text must stay shown, and a later match only adds to it.
-            return StopUpdate(text)
-        shown = len(text_so_far) - automaton.depth[state]
-        self._held = text_so_far[shown:]
-        return StopUpdate(text_so_far[:shown])
+        shown = len(so_far) - (0 if self._include else automaton.depth[state])
+        self._held = so_far[shown:]
+        return so_far[:shown]
 
     def flush(self) -> str:
         """At the end of the sequence: the text still held back, which turned out to be no stop string."""

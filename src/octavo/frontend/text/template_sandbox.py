@@ -18,7 +18,7 @@ from jinja2 import nodes, pass_context
 from jinja2.ext import Extension
 from jinja2.filters import do_center, do_indent
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SECONDS = 5.0
@@ -109,9 +109,10 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _tick(context)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int) and value > MAX_CHARS:
-                raise TemplateTooExpensive(f"it called a function with the number {value}")
+        if not isinstance(obj, Macro):  # range(n), text.ljust(n), text.format(width=n)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, int) and value > MAX_CHARS:
+                    raise TemplateTooExpensive(f"it called a function with the number {value}")
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -66,7 +66,7 @@ class Tokenizer:
             raise InvalidRequest(f"A prompt must be a string, got {type(text).__name__}.", param="prompt")
         try:
             ids = self.backend.encode(text)
-        except UnicodeEncodeError:  # half a surrogate pair, which JSON can carry and UTF-8 cannot
+        except (UnicodeEncodeError, TypeError):  # half a surrogate pair, which JSON can carry and UTF-8 cannot
             ids = self.backend.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         if not add_special_tokens:
             return ids

@@ -1,0 +1,247 @@
+"""A fake executor with a simulated KV memory, for testing the core without a model.
+
+Each cache entry depends on the entry before it *as read through the block table*, and each sampled token on every entry of its
+context. So sharing a wrong block, reusing one too early or forgetting a copy changes tokens, and `expected_tokens` says what they
+should have been. What the core must never do whatever the tokens are (two requests writing one block, reusing a block or slot that a
+step in flight names) is noted in `violations`.
+
+Steps run when they are submitted and their results wait for `collect`, like an asynchronous device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octavo.protocol.engine import EngineReady, LogprobRow
+from octavo.protocol.params import SamplingParams
+from octavo.protocol.step import CacheShape, SlotInit, StepPlan, StepResult
+
+MASK = (1 << 62) - 1
+GARBAGE = -1
+
+
+def cache_entry(previous: int, token: int, position: int) -> int:
+    """The "KV" of a token, given that of the token before it (0 at the start)."""
+    return ((previous ^ (token * 0x9E3779B97F4A7C15)) * 0x2545F4914F6CDD1D + position + 1) & MASK
+
+
+def sample(entries: np.ndarray, sampling: SamplingParams, index: int, position: int, outputs: int, eos: list[int], vocab: int) -> int:
+    """The token at `position`: a hash of every entry before it, the seed and the sibling index; masked for min_tokens."""
+    word = zlib.crc32(entries.tobytes())
+    token = zlib.crc32(f"{word} {sampling.seed} {index} {position}".encode()) % vocab
+    stops = {*(() if sampling.ignore_eos else eos), *(sampling.stop_token_ids or ())}
+    while outputs < sampling.min_tokens and token in stops:
+        token = (token + 1) % vocab
+    return token
+
+
+def expected_tokens(
+    prompt: list[int], sampling: SamplingParams, *, index: int = 0, eos: list[int] | None = None, vocab: int = 50, limit: int = 1 << 30
+) -> list[int]:
+    """What a request must produce, computed without any cache."""
+    eos = eos or []
+    entries: list[int] = []
+    tokens = list(prompt)
+    for position, token in enumerate(tokens):
+        entries.append(cache_entry(entries[-1] if entries else 0, token, position))
+    out: list[int] = []
+    stops = {*(() if sampling.ignore_eos else eos), *(sampling.stop_token_ids or ())}
+    most = min(limit - len(prompt), sampling.max_tokens or limit)
+    while len(out) < most:
+        token = sample(np.array(entries, np.int64), sampling, index, len(tokens), len(out), eos, vocab)
+        out.append(token)
+        if token in stops and len(out) > sampling.min_tokens:
+            break
+        entries.append(cache_entry(entries[-1], token, len(tokens)))
+        tokens.append(token)
+    return out
+
+
+@dataclass
+class FakeSlot:
+    init: SlotInit
+    tokens: list[int]
+    table: list[int]
+
+
+@dataclass
+class InFlight:
+    step: int
+    result: StepResult | Exception
+    blocks: dict[int, int]
+    """Block -> slot that reads or writes it."""
+    sources: set[int]
+    slots: set[int]
+
+
+@dataclass
+class FakeWorker:
+    """An `Executor`."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 8
+    max_model_len: int = 64
+    vocab: int = 50
+    step_seconds: Callable[[StepPlan], float] = lambda plan: 0.0
+    fail_submit: Callable[[StepPlan], bool] = lambda plan: False
+    fail_collect: Callable[[StepPlan], bool] = lambda plan: False
+    row_errors: Callable[[StepPlan], dict[int, str]] = lambda plan: {}
+    inflight: int = 0
+    violations: list[str] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.memory = np.full((self.num_blocks, self.block_size), GARBAGE, np.int64)
+        self.slots: dict[int, FakeSlot] = {}
+        self._queue: deque[InFlight] = deque()
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.num_blocks, self.block_size, 1)
+
+    @property
+    def ready_report(self) -> EngineReady:
+        return EngineReady(
+            pid=0, num_blocks=self.num_blocks, block_size=self.block_size, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len,
+            vocab_size=self.vocab, weights_bytes=0, cache_bytes=0, activation_bytes=0, total_bytes=0, other_bytes=0, device="fake",
+            dtype="none", kv_dtype="none", attention="fake", phases=[],
+        )  # fmt: skip
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._check_plan(plan)
+        if self.fail_submit(plan):
+            raise RuntimeError("the launch failed (simulated)")
+        self._check_fences(plan)
+        blocks: dict[int, int] = {}
+        self._update(plan)
+        result = self._run(plan, blocks)
+        failed = self.fail_collect(plan)
+        self._queue.append(
+            InFlight(
+                plan.step_id,
+                RuntimeError("the step failed (simulated)") if failed else result,
+                blocks,
+                set(plan.copy_src.tolist()),
+                set(plan.slots.tolist()),
+            )
+        )
+        if len(self._queue) > self.inflight + 1:
+            self._violation(f"{len(self._queue)} steps in flight, at most {self.inflight + 1} allowed")
+
+    def collect(self) -> StepResult:
+        done = self._queue.popleft()
+        if isinstance(done.result, Exception):
+            raise done.result
+        return done.result
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+    def _violation(self, text: str) -> None:
+        self.violations.append(text)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        for name in ("free_slots", "slots", "start", "count", "table_slots", "table_index", "table_blocks", "copy_src", "copy_dst"):
+            column = getattr(plan, name)
+            if column.dtype != np.int32 or column.ndim != 1:
+                self._violation(f"{name} is {column.dtype} of {column.ndim} dimensions")
+        if not len(plan.slots) or (plan.count < 1).any():
+            self._violation("an empty step, or a row of 0 tokens")
+        if len(set(plan.slots.tolist())) != len(plan.slots):
+            self._violation("a slot has two rows")
+        if plan.num_tokens != plan.count.sum() or plan.max_context != (plan.start + plan.count).max():
+            self._violation("num_tokens or max_context is wrong")
+        ones = plan.count == 1
+        if (np.diff(ones.astype(int)) > 0).any():
+            self._violation("decodes are not first")
+        if len(set(plan.copy_dst.tolist())) != len(plan.copy_dst):
+            self._violation("two copies into one block")
+
+    def _check_fences(self, plan: StepPlan) -> None:
+        """Nothing that a step in flight names may change hands."""
+        fresh = set(plan.table_blocks.tolist()) | set(plan.copy_dst.tolist())
+        starts = dict(zip(plan.slots.tolist(), plan.start.tolist(), strict=True))
+        for init in plan.init:
+            fresh |= set(init.block_ids.tolist()[starts[init.slot] // self.block_size :])
+            if any(init.slot in flight.slots for flight in self._queue):
+                self._violation(f"slot {init.slot} is reused while a step in flight names it")
+        for slot in starts:
+            known = self.slots.get(slot)
+            if known and known.init.sampling.structured_outputs and any(slot in flight.slots for flight in self._queue):
+                self._violation(f"slot {slot} must not have two steps in flight")
+        for flight in self._queue:
+            if taken := fresh & (set(flight.blocks) | flight.sources):
+                self._violation(f"blocks {sorted(taken)} are reused while step {flight.step} is in flight")
+        if fresh & set(plan.copy_src.tolist()):
+            self._violation("a block is copied from and handed out in the same step")
+
+    def _update(self, plan: StepPlan) -> None:
+        for slot in plan.free_slots.tolist():
+            self.slots.pop(slot, None)
+        for init in plan.init:
+            if init.slot in self.slots:
+                self._violation(f"slot {init.slot} is taken over without being freed")
+            if init.sampling.seed is None:
+                self._violation("a request without a seed")
+            self.slots[init.slot] = FakeSlot(init, init.token_ids.tolist(), init.block_ids.tolist())
+        for slot, index, block in zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True):
+            table = self.slots[slot].table
+            if index != len(table):
+                self._violation(f"the table of slot {slot} is written at {index}, it has {len(table)} entries")
+            table.append(block)
+        self.memory[plan.copy_dst] = self.memory[plan.copy_src]
+
+    def _run(self, plan: StepPlan, blocks: dict[int, int]) -> StepResult:
+        size = self.block_size
+        written: dict[int, int] = {}
+        rows = list(zip(plan.slots.tolist(), plan.start.tolist(), plan.count.tolist(), plan.sample.tolist(), strict=True))
+        for slot, start, count, _ in rows:
+            state = self.slots[slot]
+            table = state.table
+            for position in range(start, start + count):
+                block = table[position // size]
+                if written.setdefault(block, slot) != slot:
+                    self._violation(f"slots {written[block]} and {slot} write block {block} in one step")
+                previous = int(self.memory[table[(position - 1) // size], (position - 1) % size]) if position else 0
+                self.memory[block, position % size] = cache_entry(previous, state.tokens[position], position)
+        tokens: list[int] = []
+        logprobs: dict[int, list[LogprobRow]] = {}
+        prompt_logprobs: dict[int, list[LogprobRow]] = {}
+        for slot, start, count, sampled in rows:
+            state = self.slots[slot]
+            init, end = state.init, start + count
+            used = state.table[: -(-end // size)]
+            for block in used:
+                blocks[block] = slot
+                if written.get(block, slot) != slot:
+                    self._violation(f"slot {slot} reads block {block} that slot {written[block]} writes in the same step")
+            if init.sampling.prompt_logprobs is not None:
+                scored = range(start + 1, min(end, init.num_prompt_tokens - 1) + 1)
+                prompt_logprobs[slot] = [LogprobRow(state.tokens[p], -float(p), 1, [], []) for p in scored]
+            if not sampled:
+                continue
+            entries = self.memory[used].reshape(-1)[:end]
+            token = sample(entries, init.sampling, init.index, end, end - init.num_prompt_tokens, init.eos_token_ids, self.vocab)
+            if end != len(state.tokens):
+                self._violation(f"slot {slot} samples position {end} of a sequence of {len(state.tokens)} tokens")
+            state.tokens.append(token)
+            tokens.append(token)
+            if init.sampling.logprobs is not None:
+                logprobs[slot] = [LogprobRow(token, -1.0, 1, [token], [-1.0])]
+        return StepResult(
+            plan.step_id,
+            plan.slots[plan.sample],
+            np.array(tokens, np.int32),
+            logprobs=logprobs or None,
+            prompt_logprobs=prompt_logprobs or None,
+            errors=self.row_errors(plan) or None,
+            step_seconds=self.step_seconds(plan),
+        )
