@@ -81,7 +81,7 @@ def test_streams_of_neighbouring_rows_are_uncorrelated() -> None:
 def test_categorical_frequencies_are_the_probabilities(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(vocab, generator=generator) * 2
-    draws = 40_000
+    draws = 20_000
     tokens = torch.cat([categorical(logits.expand(2000, -1), keys(3, 0, np.arange(i, i + 2000)))[0] for i in range(0, draws, 2000)])
     expected = torch.softmax(logits.double(), 0).numpy() * draws
     observed = np.bincount(tokens.numpy(), minlength=vocab)
