@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from octavo.protocol.engine import FinishReason
@@ -22,9 +22,9 @@ from octavo.protocol.step import StepPlan
 from tests.support.core_engine import EOS, Engine
 from tests.support.fake_worker import FakeWorker, expected_tokens
 
-EXAMPLES = int(os.environ.get("OCTAVO_FUZZ_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("OCTAVO_FUZZ_EXAMPLES", "250"))
 fuzz = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=EXAMPLES <= 60
+    max_examples=EXAMPLES, deadline=None, phases=[p for p in Phase if p is not Phase.shrink] if os.environ.get("OCTAVO_FUZZ_NOSHRINK") else list(Phase), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=EXAMPLES == 250
 )
 
 MAX_MODEL_LEN = 48

@@ -14,7 +14,14 @@ from octavo.protocol.engine import EngineStats
 from tests.support.tiny_models import save_tiny
 
 PROMPTS = [[5, 9, 17, 33], [8, 8, 100, 3, 64, 11, 90], [44]]
-SETTINGS = {"skip_tokenizer_init": True, "device": "cpu", "threads": 1, "max_num_seqs": 16, "num_gpu_blocks_override": 200, "max_model_len": 128}
+SETTINGS = {
+    "skip_tokenizer_init": True,
+    "device": "cpu",
+    "threads": 1,
+    "max_num_seqs": 16,
+    "num_gpu_blocks_override": 200,
+    "max_model_len": 128,
+}
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.http_server import RunningServer, running_server
 from tests.support.chatml_checkpoint import write_chatml_checkpoint
+from tests.support.http_server import RunningServer, running_server
 
 
 @pytest.fixture(scope="session")

@@ -283,7 +283,20 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
 
 
 def test_nulls_are_the_defaults(server: RunningServer) -> None:
-    names = ["n", "temperature", "top_p", "top_k", "seed", "stop", "logit_bias", "stream", "echo", "logprobs", "stream_options", "min_tokens"]
+    names = [
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop",
+        "logit_bias",
+        "stream",
+        "echo",
+        "logprobs",
+        "stream_options",
+        "min_tokens",
+    ]
     assert server.post(PATH, {"prompt": "x", **dict.fromkeys(names)}).status_code == 200
     assert server.fake.seen[-1].sampling.temperature == 1.0
 

@@ -199,8 +199,14 @@ def test_other_content_types_are_refused(server: RunningServer, content_type: st
 
 
 def test_a_small_bad_body_gets_a_small_reply(server: RunningServer) -> None:
-    bad = {"messages": "x" * 4000, "stop_token_ids": ["y" * 50] * 500, "tools": [1] * 500, "n": "z" * 4000, "temperature": {"a": ["b"] * 900}}
-    bad |= {name: "w" * 500 for name in ("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logprobs", "echo")}
+    bad = {
+        "messages": "x" * 4000,
+        "stop_token_ids": ["y" * 50] * 500,
+        "tools": [1] * 500,
+        "n": "z" * 4000,
+        "temperature": {"a": ["b"] * 900},
+    }
+    bad |= dict.fromkeys(("top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logprobs", "echo"), "w" * 500)
     reply = server.post("/v1/chat/completions", bad)
     error = error_of(reply, 400)
     assert error["type"] == "Bad Request"
@@ -283,7 +289,9 @@ def test_a_request_that_fails_in_the_engine(server: RunningServer, path: str) ->
     assert server.post(path, GOOD[path]).status_code == 200
 
 
-def test_unexpected_errors_hide_their_insides(server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_errors_hide_their_insides(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def explode(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError("secret detail /etc/passwd")
 

@@ -40,7 +40,13 @@ def test_text_is_one_line() -> None:
 
 def test_json_is_one_object_with_the_fields() -> None:
     event = json.loads(JsonFormatter().format(record("done\n", id="x", total_ms=1.5)))
-    assert (event["level"], event["logger"], event["message"], event["id"], event["total_ms"]) == ("info", "octavo.request", "done\n", "x", 1.5)
+    assert (event["level"], event["logger"], event["message"], event["id"], event["total_ms"]) == (
+        "info",
+        "octavo.request",
+        "done\n",
+        "x",
+        1.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,8 @@ def test_access_lines(path: str, status: int, shown: bool) -> None:
     assert AccessFilter(["/quiet"]).filter(r) is shown
 
 
-def test_configuration(_restored_logging: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_restored_logging")
+def test_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     configure_logging("json", "warning")
     logging.getLogger("octavo.server").info("quiet")
     logging.getLogger("octavo.server").warning("loud")

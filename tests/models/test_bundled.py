@@ -35,7 +35,7 @@ def model() -> Model:
 def test_logits_equal_transformers(model: Model) -> None:
     for case in GOLDEN["cases"]:
         logits = run(model, case["prompt_ids"])[-1]
-        torch.testing.assert_close(logits[case["top_ids"]], torch.tensor(case["top_logits"]), atol=2e-3, rtol=1e-4)
+        torch.testing.assert_close(logits[case["top_ids"]], torch.tensor(case["top_logits"]), atol=5e-4, rtol=1e-4)
         assert logits.argmax() == case["top_ids"][0]
 
 
@@ -79,4 +79,4 @@ def test_logits_equal_a_fresh_conversion_by_transformers(model: Model) -> None:
     ids = GOLDEN["cases"][8]["prompt_ids"]
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(run(model, ids), expected, atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(run(model, ids), expected, atol=5e-4, rtol=1e-4)

@@ -131,6 +131,12 @@ def test_cpu_linear_does_not_depend_on_the_batch() -> None:
         assert torch.equal(ops.linear(x[-count:], packed, None), alone[-count:])
 
 
+def test_linear_takes_strided_rows(ops: Ops) -> None:
+    wide, packed = randn(6, 80), ops.pack_linear(randn(48, 32, seed=1))
+    torch.testing.assert_close(ops.linear(wide[:, 16:48], packed, None), ops.linear(wide[:, 16:48].contiguous(), packed, None))
+    torch.testing.assert_close(ops.linear(wide[::2, :32], packed, None), ops.linear(wide[::2, :32].contiguous(), packed, None))
+
+
 def test_embedding(ops: Ops) -> None:
     table = randn(10, 4)
     assert torch.equal(ops.embedding(torch.tensor([3, 0, 3]), table), table[[3, 0, 3]])

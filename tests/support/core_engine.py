@@ -112,7 +112,7 @@ class Engine:
         self.check()
         return deltas
 
-    def run(self, most_steps: int = 2000) -> None:
+    def run(self, most_steps: int = 1000) -> None:
         """Turn until there is no work left."""
         for _ in range(most_steps):
             if not self.core.has_work():

@@ -74,7 +74,7 @@ def engine_config(
             max_waiting=16,
             inflight=inflight,
         ),
-        device=DeviceInfo(kind="cpu", name="test", total_bytes=total_bytes, free_bytes=free_bytes, threads=2),
+        device=DeviceInfo(kind="cpu", name="test", total_bytes=total_bytes, free_bytes=free_bytes, threads=1),
         parallel=ParallelConfig(),
         reliability=ReliabilityConfig(restarts=0, hang_timeout=60.0, scripted_model=scripted_model),
     )

@@ -173,6 +173,10 @@ class FakeWorker:
             fresh |= set(init.block_ids.tolist()[starts[init.slot] // self.block_size :])
             if any(init.slot in flight.slots for flight in self._queue):
                 self._violation(f"slot {init.slot} is reused while a step in flight names it")
+        for slot in starts:
+            known = self.slots.get(slot)
+            if known and known.init.sampling.structured_outputs and any(slot in flight.slots for flight in self._queue):
+                self._violation(f"slot {slot} must not have two steps in flight")
         for flight in self._queue:
             if taken := fresh & (set(flight.blocks) | flight.sources):
                 self._violation(f"blocks {sorted(taken)} are reused while step {flight.step} is in flight")

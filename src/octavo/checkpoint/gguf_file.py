@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from octavo.errors import CheckpointError, UnsupportedModel
 
 GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
@@ -58,25 +56,13 @@ GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
 
 _ARCHITECTURES: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+"""GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
 
-_SCALARS: Final[Mapping[int, str]] = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
-"""Value type id -> numpy dtype of one value."""
+_SCALARS: Final[Mapping[int, str]] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Value type id -> `struct` code of one value."""
 _STRING: Final = 8
 _ARRAY: Final = 9
 _MAX_NESTING: Final = 4
@@ -167,13 +153,10 @@ class _Cursor:
         return out
 
     def scalars(self, kind: int, count: int) -> list[Any]:
-        dtype = np.dtype(_SCALARS[kind])
-        self.need(count * dtype.itemsize)
-        raw = self.data[self.pos : self.pos + count * dtype.itemsize]
-        self.pos += len(raw)
-        if kind == 7:
-            return [byte != 0 for byte in raw]
-        return np.frombuffer(raw, dtype).tolist()  # type: ignore[no-any-return]
+        layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
+        self.need(layout.size)
+        self.pos += layout.size
+        return list(layout.unpack_from(self.data, self.pos - layout.size))
 
     def values(self, kind: int, count: int, depth: int = 0) -> list[Any]:
         if count > _MAX_ARRAY:
@@ -315,8 +298,6 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         "attention_bias": arch == "qwen2" or (tensors is not None and "blk.0.attn_q.bias" in tensors),
         "tie_word_embeddings": tensors is not None and "output.weight" not in tensors,
     }
-    if window := metadata.get(f"{arch}.attention.sliding_window"):
-        config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     return config | _special_ids(metadata)
 
 

@@ -94,6 +94,8 @@ class Scheduler:
         self._turn = 0
         self._promised = 0
         """Rows passed over in this turn that get a block when steps in flight settle."""
+        self._swept = False
+        """Duplicates have been freed in this turn."""
         self._refused: tuple[Request, int] | None = None
         """The request that did not fit last time, and the blocks there were."""
 
@@ -105,7 +107,7 @@ class Scheduler:
             now: time.monotonic().
             in_flight: steps launched and not settled yet.
         """
-        self._promised = 0
+        self._promised, self._swept = 0, False
         draft = Draft(step, np.empty(0, np.int32))
         budget = self.config.max_num_batched_tokens
         self._plan_decodes(draft, self._decode_budget(), in_flight)
@@ -351,6 +353,10 @@ class Scheduler:
         """Get one block free for `request`. False: it must wait, or has been preempted itself."""
         kv, batch, life = self.kv, self.batch, self.life
         while kv.available < 1:
+            if not self._swept:
+                self._swept = True
+                kv.free_duplicates()
+                continue
             if life.give_up_held():
                 continue
             if life.leaving_blocks > self._promised:
@@ -360,12 +366,13 @@ class Scheduler:
                 return False
             candidates = np.flatnonzero(batch.running & (batch.last_step != step))
             victims = [batch.occupant(slot) for slot in candidates.tolist()]
-            if len(victims) == 1 and not kv.num_duplicates(request.slot):
+            if len(victims) == 1:
                 if in_flight:
                     return False
                 raise OutOfBlocks("the KV cache is full though nothing else runs")
             victim = max(victims, key=self._victim_key)
             life.preempt(victim)
+            self._swept = False
             if victim is request:
                 return False
         return True

@@ -45,7 +45,10 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     """
     model = config.model
     gguf = _gguf(model.path, model.load_format)
-    spec, family = model_spec(model.hf_config) if gguf is None else _gguf_spec(model.hf_config, gguf)
+    if gguf is None:
+        spec, family = model_spec(model.hf_config, os.path.join(model.path, "config.json"))
+    else:
+        spec, family = _gguf_spec(model.hf_config, gguf)
     dtype: torch.dtype = getattr(torch, model.dtype)
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if 0 < config.device.total_bytes < needed:
@@ -111,7 +114,7 @@ def _gguf(path: str, load_format: str) -> GgufFile | None:
 def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec, Family]:
     """The spec, corrected by what only the tensors of a GGUF file tell: a head of its own, biases, rotary divisors."""
     tied = "output.weight" not in gguf.tensors
-    spec, family = model_spec({**hf_config, "tie_word_embeddings": tied})
+    spec, family = model_spec({**hf_config, "tie_word_embeddings": tied}, gguf.path)
     spec = replace(spec, qkv_bias="blk.0.attn_q.bias" in gguf.tensors, attention_out_bias="blk.0.attn_output.bias" in gguf.tensors)
     if (divisors := rope_divisors(gguf)) is not None:
         if len(divisors) != spec.rope.rotary_dim // 2 or not all(math.isfinite(d) and d > 0 for d in divisors):

@@ -35,8 +35,11 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
     raise UnsupportedModel(f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}.")
 
 
-def model_spec(hf_config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
+def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tuple[ModelSpec, Family]:
     """What a checkpoint is, from its config alone.
+
+    Args:
+        where: the file that the config comes from, for messages.
 
     Raises:
         UnsupportedModel: an unknown architecture, or a quantised checkpoint.
@@ -46,4 +49,4 @@ def model_spec(hf_config: Mapping[str, Any]) -> tuple[ModelSpec, Family]:
     if quantization := hf_config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise UnsupportedModel(f"Quantised checkpoints ({method}) are not supported. Use the unquantised one, or a GGUF file.")
-    return family.spec(HfConfig(hf_config)), family
+    return family.spec(HfConfig(hf_config, where)), family

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from octavo.frontend.outputs import FinishedRequest
 from octavo.observe.histogram import Histogram, one_two_five
-from octavo.protocol.engine import EngineStats
+from octavo.protocol.engine import EngineStats, RequestTimes
 
 LABELS = ("model_name", "engine")
 
@@ -42,6 +42,29 @@ HISTOGRAMS: Mapping[str, str] = {
     "request_prefill_time_seconds": "From scheduled to the first token.",
     "request_decode_time_seconds": "From the first token to the last.",
 }
+
+
+class Finished(Protocol):
+    """What is counted of a request of the engine (one prompt, n sequences) that has ended: the frontend's `FinishedRequest`."""
+
+    @property
+    def times(self) -> RequestTimes: ...
+    @property
+    def arrival_time(self) -> float: ...
+    @property
+    def end_time(self) -> float: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def finish_reasons(self) -> tuple[str, ...]: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def token_gaps(self) -> tuple[float, ...]: ...
 
 
 class Metrics(Collector):
@@ -95,8 +118,8 @@ class Metrics(Collector):
         """A request was refused because the queue is full."""
         self._rejected += 1
 
-    def finished(self, done: FinishedRequest) -> None:
-        """A request of the engine (one prompt, n sequences) has ended."""
+    def finished(self, done: Finished) -> None:
+        """A request has ended, however it did."""
         h = self._histograms
         for reason in done.finish_reasons:
             self._success[reason] += 1

@@ -51,7 +51,7 @@ def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{gguf.path}: cannot be read: {e}") from None
     arch = gguf.metadata.get("general.architecture")
-    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch in ("llama", "mistral") else {}
+    heads = {"attn_q": "head_count", "attn_k": "head_count_kv"} if arch == "llama" else {}
     for tensor in gguf.tensors.values():
         if tensor.name == _ROPE_DIVISORS:
             continue

@@ -25,7 +25,7 @@ def gather_inputs(plan: StepPlan, tables: SlotTables) -> StepBatch:
     if num_decodes == len(count):
         row_of_token, positions = token, start.long()
     else:
-        row_of_token = torch.repeat_interleave(counts, output_size=plan.num_tokens)
+        row_of_token = torch.repeat_interleave(counts.long(), output_size=plan.num_tokens)
         positions = token - (begins - start).long().index_select(0, row_of_token)
     blocks = block_tables[row_of_token, positions // tables.block_size].long()
     return StepBatch(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.frontend.text.chat_template import ChatTemplates, check_template, detect_content_format
+from octavo.frontend.text.chat_template import ChatTemplates
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -90,8 +90,6 @@ def test_anything_else_that_fails_is_the_requests_fault(template: str) -> None:
 def test_syntax_errors_name_the_line() -> None:
     assert "line 2" in str(refusal("\n{% if %}"))
     assert refusal("{{ x", chat_template="{{ y").param == "chat_template"
-    assert check_template("\n{% endfor %}") == "Encountered unknown tag 'endfor'. (line 2)"
-    assert check_template(CHATML) is None
 
 
 def test_reserved_variables_cannot_be_set() -> None:
@@ -121,30 +119,6 @@ def test_continuing_what_cannot_be_continued() -> None:
         assert error.param == "continue_final_message"
 
 
-@pytest.mark.parametrize(
-    ("template", "content_format"),
-    [
-        (CHATML, "string"),
-        (PARTS, "openai"),
-        ("{% for m in messages %}{% for p in m.content | list %}{{ p }}{% endfor %}{% endfor %}", "openai"),
-        ("{% for m in messages %}{% set c = m.content %}{% set d = c %}{% for p in d %}{{ p }}{% endfor %}{% endfor %}", "openai"),
-        ("{% macro show(x) %}{% for p in x %}{{ p.text }}{% endfor %}{% endmacro %}{{ show(messages[0].content) }}", "openai"),
-        (
-            "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}{% for p in content %}{{ p.text }}{% endfor %}{% endif %}{% endmacro %}",
-            "as given",
-        ),
-        (
-            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}",
-            "as given",
-        ),
-        ("{% for m in messages %}{% for t in m.tool_calls %}{{ t }}{% endfor %}{{ m.content }}{% endfor %}", "string"),
-        ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", "string"),
-    ],
-)
-def test_content_format_is_what_the_template_reads(template: str, content_format: str) -> None:
-    assert detect_content_format(template) == content_format
-
-
 def test_contents_reach_templates_in_the_shape_they_read() -> None:
     two = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert "user\na\nb<|im_end|>" in render(CHATML, two)
@@ -158,3 +132,14 @@ def test_developer_becomes_system_unless_the_template_knows_it() -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert render("{{ messages[0].role }}", messages) == "system"
     assert render("{% if messages[0].role == 'developer' %}yes{% endif %}", messages) == "yes"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Zürich"}', {"city": "Zürich"}])
+def test_tool_arguments_reach_templates_in_the_shape_they_read(arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    expected = '{"city": "Zürich"}'
+    for use in ("{{ c.arguments | tojson }}", "{{ '' + c['arguments'] }}", "{{ c.arguments }}"):
+        assert render("{% set c = messages[1].tool_calls[0].function %}" + use, messages) == expected
+    loop = "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
+    assert render(loop, messages) == "city=Zürich"

@@ -114,10 +114,6 @@ class KVManager:
         refs = self.pool.refs
         return sum(1 for block in match.blocks if not refs[block]) + (match.tail_block != NULL_BLOCK and not refs[match.tail_block])
 
-    def num_duplicates(self, slot: int) -> int:
-        """Blocks of `slot` that the tree has a copy of, which it holds as well. Preempting and resuming it would free them."""
-        return sum(1 for node, block in zip(self._chains[slot], self.table[slot].tolist(), strict=False) if node.block != block)
-
     # Growth of one slot
 
     def attach(self, slot: int, match: Match) -> None:
@@ -189,7 +185,7 @@ class KVManager:
                 logger.error("Prefix cache: %s; this sequence is not shared any further (please report this).", error)
                 self._closed[slot] = True
                 break
-            if node.block != block:
+            if node.block != block and not self._stand_in(node, block, 0):
                 self._retain(node.block)
             self._give_back(absorbed)
             chain.append(node)
@@ -205,6 +201,23 @@ class KVManager:
         parent = chain[-1] if chain else self.tree.root(extra_key)
         _, absorbed = self.tree.insert_tail(parent, tokens[full * self.block_size : settled].tobytes(), block)
         self._give_back(absorbed)
+
+    def free_duplicates(self) -> None:
+        """Free the cached blocks that only a sequence with the same tokens in a block of its own still references: the tree takes
+        that block instead. For when memory is short."""
+        for slot, chain in enumerate(self._chains):
+            for node, block in zip(chain, self.table[slot, : len(chain)].tolist(), strict=True):
+                if node.block != block:
+                    self._stand_in(node, block, 1)
+
+    def _stand_in(self, node: Node, block: int, refs: int) -> bool:
+        """Make `block` the block of `node` if the present one has no references but `refs` of the caller, which are dropped."""
+        if self.pool.refs[node.block] != refs or node.block not in self.tree or block in self.tree:
+            return False
+        old = self.tree.replace(node, block)
+        if not refs or self.pool.drop(old):
+            self.pool.give_back(old)
+        return True
 
     # Letting go
 

@@ -197,6 +197,17 @@ class PrefixTree:
         if not node.children:
             self._push(node)
 
+    def replace(self, node: Node, block: int) -> int:
+        """Let `block`, referenced and holding the same tokens, stand for `node`. Returns the block it had, no longer in the tree."""
+        if block in self._by_block:
+            raise ValueError(f"block {block} is in the prefix tree already")
+        old = node.block
+        self.revive(old)
+        del self._by_block[old]
+        node.block = block
+        self._by_block[block] = node
+        return old
+
     # Eviction
 
     def evict(self) -> int | None:

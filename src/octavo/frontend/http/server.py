@@ -27,7 +27,6 @@ from octavo.config.args import EngineArgs
 from octavo.errors import ConfigError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.client import Progress
-from octavo.frontend.http.app import build_app
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
@@ -138,7 +137,7 @@ class _Signals:
     """Counts SIGINT and SIGTERM: the first asks to stop, the second insists."""
 
     def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
-        self._actions = [on_first, on_second, lambda: os._exit(1)]
+        self._actions: list[Callable[[], None]] = [on_first, on_second, lambda: os._exit(1)]
         self.received = 0
 
     def __call__(self) -> None:
@@ -176,6 +175,9 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
 
     with _Signals(first, second).installed():
         try:
+            # Only now: the engine loads while this process imports the web framework.
+            from octavo.frontend.http.app import build_app
+
             if not await _ready_before(stop, llm, progress):
                 return
             server = _Uvicorn(_uvicorn_config(build_app(llm, settings, served_model_names=llm.args.served_model_name), settings))

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal
 
 import jinja2
-from jinja2 import nodes
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.text.messages import ContentFormat, normalize_messages, plain_data
-from octavo.frontend.text.template_sandbox import (
-    TemplateRefusal,
-    TemplateTooExpensive,
-    compile_template,
-    parse_template,
-    render,
-)
+from octavo.frontend.text.template_inspection import content_format, reads_arguments_as_text
+from octavo.frontend.text.template_sandbox import TemplateRefusal, TemplateTooExpensive, compile_template, render
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -116,12 +109,12 @@ class ChatTemplates:
         if taken := sorted(_RESERVED & extra.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(taken)}.", param="chat_template_kwargs")
         try:
-            template, content_format = compile_template(source), self._format_for(source)
+            template, shape, arguments_as_text = compile_template(source), self._content_format(source), reads_arguments_as_text(source)
         except jinja2.TemplateSyntaxError as e:
             raise InvalidRequest(f"The chat template is not valid: {e.message} (line {e.lineno}).", param=param) from None
         except RecursionError:
             raise InvalidRequest("The chat template is nested too deep.", param=param) from None
-        prepared = normalize_messages(messages, content_format, developer_as_system="developer" not in source)
+        prepared = normalize_messages(messages, shape, developer_as_system="developer" not in source, arguments_as_text=arguments_as_text)
         if continue_final_message:
             _mark_end(prepared[-1])
         text = _render(
@@ -138,57 +131,8 @@ class ChatTemplates:
         )
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _format_for(self, source: str) -> ContentFormat:
-        return detect_content_format(source) if self.content_format == "auto" else self.content_format
-
-
-def check_template(source: str) -> str | None:
-    """What is wrong with the syntax of a template, or None."""
-    try:
-        parse_template(source)
-    except jinja2.TemplateSyntaxError as e:
-        return f"{e.message} (line {e.lineno})"
-    return None
-
-
-@lru_cache(maxsize=32)
-def detect_content_format(source: str) -> ContentFormat:
-    """How a template wants the content of messages: a string unless it loops over the parts.
-
-    A template that loops over parts but also asks whether the content is a string takes both as they are.
-    """
-    tree = parse_template(source)
-    names = {"content"} if any("content" in _parameters(macro) for macro in tree.find_all(nodes.Macro)) else set[str]()
-    while True:  # names that stand for a content, through any number of {% set %} and macro calls
-        found = {a.target.name for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name) and _is_content(a.node, names)}
-        for macro in tree.find_all(nodes.Macro):
-            for call in tree.find_all(nodes.Call):
-                if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-                    found |= {p for p, arg in zip(_parameters(macro), call.args, strict=False) if _is_content(arg, names)}
-        if found <= names:
-            break
-        names |= found
-    if not any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
-        return "string"
-    asks = any(test.name == "string" and _is_content(test.node, names) for test in tree.find_all(nodes.Test))
-    return "as given" if asks else "openai"
-
-
-def _parameters(macro: nodes.Macro) -> list[str]:
-    return [arg.name for arg in macro.args]
-
-
-def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """`node` is message.content, message['content'], or a name that stands for it; filters and slices on top do not matter."""
-    while isinstance(node, nodes.Filter) and node.node is not None:
-        node = node.node
-    if isinstance(node, nodes.Getitem):
-        if isinstance(node.arg, nodes.Slice):
-            return _is_content(node.node, names)
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Name) and node.name in names
+    def _content_format(self, source: str) -> ContentFormat:
+        return content_format(source) if self.content_format == "auto" else self.content_format
 
 
 def _render(template: jinja2.Template, variables: Mapping[str, Any], param: str) -> str:

@@ -18,8 +18,9 @@ from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.text.backend import FastBackend, SlowBackend
-from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates, check_template
+from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates
 from octavo.frontend.text.gguf_tokenizer import gguf_vocabulary
+from octavo.frontend.text.template_inspection import check_template
 from octavo.frontend.text.tokenizer import Tokenizer
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

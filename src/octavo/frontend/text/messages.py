@@ -21,11 +21,14 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MAX_DEPTH = 64
 
 
-def normalize_messages(messages: Any, content_format: ContentFormat, *, developer_as_system: bool) -> list[dict[str, Any]]:
+def normalize_messages(
+    messages: Any, content_format: ContentFormat, *, developer_as_system: bool, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
     """Messages as a template reads them: new dicts, the caller's are not touched.
 
     Args:
         developer_as_system: the template does not know the role "developer".
+        arguments_as_text: the template wants the arguments of tool calls as JSON text rather than as objects.
 
     Raises:
         InvalidRequest: no messages, an unknown role, missing content, or content that is not text; names the message.
@@ -34,7 +37,11 @@ def normalize_messages(messages: Any, content_format: ContentFormat, *, develope
         raise InvalidRequest(f"messages must be a list of messages, got {type(messages).__name__}.", param="messages")
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
-    return [_message(m, f"messages[{i}]", content_format, developer_as_system) for i, m in enumerate(messages)]
+    prepared = [_message(m, f"messages[{i}]", content_format, arguments_as_text) for i, m in enumerate(messages)]
+    if developer_as_system:
+        for message in prepared:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return prepared
 
 
 def plain_data(value: Any, where: str, _depth: int = 0) -> Any:
@@ -59,7 +66,7 @@ def plain_data(value: Any, where: str, _depth: int = 0) -> Any:
     raise InvalidRequest(f"{where} holds a {type(value).__name__}; only JSON values can be given.", param=where.partition("[")[0])
 
 
-def _message(message: Any, where: str, content_format: ContentFormat, developer_as_system: bool) -> dict[str, Any]:
+def _message(message: Any, where: str, content_format: ContentFormat, arguments_as_text: bool) -> dict[str, Any]:
     plain = plain_data(message, where)
     if not isinstance(plain, dict):
         raise InvalidRequest(f"{where} must be an object with role and content, got {type(message).__name__}.", param="messages")
@@ -68,13 +75,11 @@ def _message(message: Any, where: str, content_format: ContentFormat, developer_
     if role not in ROLES:
         given = "has no role" if role is None else f"has the unknown role {role!r}"
         raise InvalidRequest(f"{where} {given}. Roles are: {', '.join(ROLES)}.", param="messages")
-    if role == "developer" and developer_as_system:
-        result["role"] = "system"
     if "content" not in result and role != "assistant":
         raise InvalidRequest(f"{where} (role {role}) has no content.", param="messages")
     result["content"] = _content(result.get("content", ""), where, content_format)
     if calls := result.get("tool_calls"):
-        result["tool_calls"] = _tool_calls(calls, where)
+        result["tool_calls"] = _tool_calls(calls, where, arguments_as_text)
     else:
         result.pop("tool_calls", None)
     # The same thing under several names in the wild; a template reads one of them.
@@ -106,18 +111,29 @@ def _part_text(part: Any, where: str) -> str:
     return text
 
 
-def _tool_calls(calls: Any, where: str) -> list[Any]:
-    """Arguments come as JSON in a string; templates want the object. Broken JSON (a cut-off reply) stays the string it is."""
+def _tool_calls(calls: Any, where: str, arguments_as_text: bool) -> list[Any]:
+    """Arguments come as JSON in a string, or as the object; broken JSON (a cut-off reply) stays the string it is."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidRequest(f"{where}.tool_calls must be a list of objects.", param="messages")
     result = []
     for call in calls:
         function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"] or "{}")
-            except (json.JSONDecodeError, RecursionError):
-                arguments = function["arguments"]
-            call = {**call, "function": {**function, "arguments": arguments}}  # noqa: PLW2901
-        result.append(call)
+        if not isinstance(function, dict) or "arguments" not in function:
+            result.append(call)
+            continue
+        convert = _as_text if arguments_as_text else _as_object
+        result.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
     return result
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -21,9 +21,14 @@ _mkldnn: Any = torch.ops.mkldnn
 
 
 def available() -> bool:
-    """Whether this torch has oneDNN and its prepacked linear."""
-    present: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return present and hasattr(_mkldnn, "_reorder_linear_weight") and hasattr(_mkldnn, "_linear_pointwise")
+    """Whether this torch has oneDNN and its prepacked linear, and this CPU runs it."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        linear(torch.zeros(1, 8), pack_linear(torch.zeros(8, 8)), None)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def pack_linear(weight: torch.Tensor) -> LinearWeight:
