@@ -24,7 +24,11 @@ from tests.support.fake_worker import FakeWorker, expected_tokens
 
 EXAMPLES = int(os.environ.get("OCTAVO_FUZZ_EXAMPLES", "250"))
 fuzz = settings(
-    max_examples=EXAMPLES, deadline=None, phases=[p for p in Phase if p is not Phase.shrink] if os.environ.get("OCTAVO_FUZZ_NOSHRINK") else list(Phase), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=EXAMPLES == 250
+    max_examples=EXAMPLES,
+    deadline=None,
+    phases=[p for p in Phase if p is not Phase.shrink] if os.environ.get("OCTAVO_FUZZ_NOSHRINK") else list(Phase),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    derandomize=EXAMPLES == 250,
 )
 
 MAX_MODEL_LEN = 48
@@ -136,7 +140,11 @@ adds = st.builds(
 steps = st.builds(Step, turns=st.integers(1, 12))
 aborts = st.builds(Abort, which=st.integers(0, 30), index=st.sampled_from([None, None, 0, 1]))
 forks = st.builds(
-    Fork, which=st.integers(0, 30), tokens=st.lists(st.integers(2, 40), min_size=1, max_size=3).map(tuple), release=st.booleans(), hold=st.booleans()
+    Fork,
+    which=st.integers(0, 30),
+    tokens=st.lists(st.integers(2, 40), min_size=1, max_size=3).map(tuple),
+    release=st.booleans(),
+    hold=st.booleans(),
 )
 resets = st.builds(Reset)
 scenarios = st.lists(st.one_of(adds, adds, steps, steps, aborts, forks, forks, resets), min_size=1, max_size=28)
@@ -203,7 +211,9 @@ class Traffic:
             outputs = expected_tokens(prompt, SamplingParams(**sampling), eos=[EOS], limit=MAX_MODEL_LEN)[: add.resume]
         if add.structured:
             sampling["structured_outputs"] = {"regex": "x"}
-        self.submit(request_id, prompt, outputs, sampling, hold=add.hold, priority=add.priority, fair_key=add.fair_key, extra_key=add.extra_key)
+        self.submit(
+            request_id, prompt, outputs, sampling, hold=add.hold, priority=add.priority, fair_key=add.fair_key, extra_key=add.extra_key
+        )
 
     def submit(self, request_id: str, prompt: list[int], outputs: list[int], sampling: dict[str, Any], **options: Any) -> None:
         self.ids.append(request_id)
@@ -307,7 +317,24 @@ def test_failing_steps_end_only_their_requests(setup: Setup, scenario: list[Any]
 @pytest.mark.parametrize("inflight", [0, 1, 2])
 def test_a_tiny_pool_gives_the_tokens_of_a_huge_one(policy: str, inflight: int) -> None:
     scenario = [
-        Add(i % 3, 8 + i % 7, (2, 3 + i % 2), 1 + i % 3, 10 + i % 5, 0, i % 2 == 0, (), False, i % 2, "ab"[i % 2], "", False, False, False, 0)
+        Add(
+            i % 3,
+            8 + i % 7,
+            (2, 3 + i % 2),
+            1 + i % 3,
+            10 + i % 5,
+            0,
+            i % 2 == 0,
+            (),
+            False,
+            i % 2,
+            "ab"[i % 2],
+            "",
+            False,
+            False,
+            False,
+            0,
+        )
         for i in range(24)
     ]
     small = Traffic(Setup(inflight=inflight, num_blocks=18, max_num_seqs=8, policy=policy).engine())

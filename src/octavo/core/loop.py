@@ -142,8 +142,9 @@ class EngineCore:
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
                 self._fail_all(plan, f"The engine failed on the result of this request: {error}.")
-            seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
-            self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)
+            if self.scheduler.config.target_step_ms is not None:
+                seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
+                self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)
         self.life.settle(plan.step_id)
         self._last_tokens = plan.num_tokens
         self._last_time = time.monotonic()

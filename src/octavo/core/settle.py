@@ -187,6 +187,6 @@ class Settler:
         batch, size = self.batch, self.kv.block_size
         slots = plan.slots[(plan.count > 1) | ((plan.slots + plan.step_id) % size == 0)]
         slots = slots[batch.live[slots] & (batch.settled[slots] // size > self.kv.published[slots])]
-        for slot in slots.tolist():
+        for slot, settled in zip(slots.tolist(), batch.settled[slots].tolist(), strict=True):
             request = batch.occupant(slot)
-            self.kv.publish(slot, request.tokens, int(batch.settled[slot]), request.extra_key)
+            self.kv.publish(slot, request.tokens, settled, request.extra_key)

@@ -176,9 +176,11 @@ class KVManager:
         if not self.prefix_caching or self._closed[slot]:
             return
         chain, size = self._chains[slot], self.block_size
-        for i in range(len(chain), settled // size):
-            parent = chain[-1] if chain else self.tree.root(extra_key)
-            block = int(self.table[slot, i])
+        done, full = len(chain), settled // size
+        if done >= full:
+            return
+        parent = chain[-1] if chain else self.tree.root(extra_key)
+        for i, block in enumerate(self.table[slot, done:full].tolist(), done):
             try:
                 node, absorbed = self.tree.insert(parent, tokens[i * size : (i + 1) * size].tobytes(), block)
             except ValueError as error:
@@ -187,8 +189,10 @@ class KVManager:
                 break
             if node.block != block and not self._stand_in(node, block, 0):
                 self._retain(node.block)
-            self._give_back(absorbed)
+            if absorbed:
+                self._give_back(absorbed)
             chain.append(node)
+            parent = node
         self.published[slot] = len(chain)
 
     def _publish_tail(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> None:

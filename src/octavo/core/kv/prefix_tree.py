@@ -131,11 +131,13 @@ class PrefixTree:
         Raises:
             ValueError: `block` is in the tree already, elsewhere. An engine bug; the caller stops sharing this sequence.
         """
-        node = self._children_like(parent, key).get(key)
+        siblings = parent.children.get(key[:TOKEN_BYTES]) if parent.children else None
+        if not siblings:
+            return self._link(parent, key, block), []
+        node = siblings.get(key)
         if node is not None:
             return node, []
-        node = self._link(parent, key, block)
-        return node, self._absorb(parent, key)
+        return self._link(parent, key, block), self._absorb(siblings, key)
 
     def insert_tail(self, parent: Node, key: bytes, block: int) -> tuple[bool, list[int]]:
         """Add the partly filled last block of a sequence, unless some child already covers its tokens.
@@ -143,34 +145,32 @@ class PrefixTree:
         Returns:
             Whether it was added, and the blocks of shorter partial nodes it replaces, as for `insert`.
         """
-        for node in islice(reversed(self._children_like(parent, key).values()), TAIL_CANDIDATES):
+        siblings = (parent.children or {}).get(key[:TOKEN_BYTES]) or {}
+        for node in islice(reversed(siblings.values()), TAIL_CANDIDATES):
             if node.key.startswith(key):
                 return False, []
         self._link(parent, key, block)
-        return True, self._absorb(parent, key)
-
-    def _children_like(self, parent: Node, key: bytes) -> dict[bytes, Node]:
-        """The children of `parent` that begin with the first token of `key`."""
-        return (parent.children or {}).get(key[:TOKEN_BYTES]) or {}
+        return True, self._absorb(siblings, key)
 
     def _link(self, parent: Node, key: bytes, block: int) -> Node:
         if block in self._by_block:
             raise ValueError(f"block {block} is in the prefix tree already")
+        node = self._by_block[block] = Node(block, parent, key)
         if parent.children is None:
             parent.children = {}
-        node = Node(block, parent, key)
-        parent.children.setdefault(key[:TOKEN_BYTES], {})[key] = node
-        self._by_block[block] = node
+        first = key[:TOKEN_BYTES]
+        siblings = parent.children.get(first)
+        if siblings is None:
+            parent.children[first] = {key: node}
+        else:
+            siblings[key] = node
         return node
 
-    def _absorb(self, parent: Node, key: bytes) -> list[int]:
+    def _absorb(self, siblings: dict[bytes, Node], key: bytes) -> list[int]:
         """Remove the unreferenced partial siblings whose tokens are a proper prefix of `key`."""
-        bucket = self._children_like(parent, key)
-        if len(bucket) == 1:
-            return []
         covered = [
             node
-            for node in islice(reversed(bucket.values()), TAIL_CANDIDATES)
+            for node in islice(reversed(siblings.values()), TAIL_CANDIDATES)
             if node.released != IN_USE and len(node.key) < len(key) and key.startswith(node.key)
         ]
         for node in covered:
