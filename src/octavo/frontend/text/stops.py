@@ -12,6 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StopUpdate:
+    """What one piece of text came to."""
+
+    text: str
+    """Now safe to show."""
+    stop: str | None = None
+    """The stop string that ended the text, if one did; nothing more is shown then."""
 
 
 class StopStrings:
@@ -24,33 +35,30 @@ class StopStrings:
         self._tokens = 0
         self._state = 0
         self._held = ""
-        self.matched: str | None = None
-        """The stop string that ended the text, if one did; nothing more is shown then."""
+        self._matched: str | None = None
 
-    def push(self, text: str, num_tokens: int) -> str:
-        """Add text (it may be empty); returns what is now safe to show.
+    def push(self, text: str, num_tokens: int = 1) -> StopUpdate:
+        """Add the text that `num_tokens` more tokens made (it may be empty).
 
-        Args:
-            num_tokens: tokens out so far, those that made this text included. While `min_tokens` is not reached, push one
-                token at a time: text of several that pass it counts as before it as a whole.
+        While `min_tokens` is not reached, push one token at a time: the text of several that pass it counts as before it.
         """
-        if self.matched is not None:
-            return ""
+        if self._matched is not None:
+            return StopUpdate("", self._matched)
         free = self._tokens < self._min_tokens
-        self._tokens = num_tokens
+        self._tokens += num_tokens
         if self._automaton is None or free:
-            return text
+            return StopUpdate(text)
         automaton, state = self._automaton, self._state
         so_far = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             state = automaton.step(state, char)
             if (stop := automaton.stops[state]) is not None:
-                self.matched, self._held = stop, ""
-                return so_far[: end if self._include else end - len(stop)]
+                self._matched, self._held = stop, ""
+                return StopUpdate(so_far[: end if self._include else end - len(stop)], stop)
         self._state = state
         shown = len(so_far) - (0 if self._include else automaton.depth[state])
         self._held = so_far[shown:]
-        return so_far[:shown]
+        return StopUpdate(so_far[:shown])
 
     def flush(self) -> str:
         """At the end of the sequence: the text still held back, which turned out to be no stop string."""
