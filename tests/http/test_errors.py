@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import EngineDead, InvalidRequest
+from octavo.errors import EngineDead, InvalidRequest, Overloaded
 from octavo.frontend.http.settings import ServerSettings
 from tests.support.fake_async_llm import overloaded
 from tests.support.http_server import RunningServer, parse_events, running_server
@@ -274,6 +274,33 @@ def test_duplicate_live_request_id(server: RunningServer) -> None:
     assert server.post("/v1/completions", {**body, "max_tokens": 1}).json()["id"] == "cmpl-mine"
 
 
+def test_header_ids_may_repeat_and_may_be_odd(server: RunningServer) -> None:
+    server.script("slow", [30] * 50, delay=0.02)
+    body = {"prompt": "slow", "max_tokens": 50, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "trace"}) as first:
+        second = server.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "trace"})
+        assert second.json()["id"].startswith("cmpl-trace-")
+        assert '"id":"cmpl-trace"' in first.read().decode()
+    odd = server.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": b"\xff" * 10})
+    assert odd.status_code == 200
+
+
+def test_a_batch_waits_for_room_once_it_has_begun(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = server.llm.submit, 0
+
+    async def submit(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (3, 4, 6):
+            raise Overloaded("full", retry_after=0.01)
+        return await real(*args, **kwargs)
+
+    monkeypatch.setattr(server.llm, "submit", submit)
+    reply = server.post("/v1/completions", {"prompt": ["a", "b", "c", "d"], "n": 2})
+    assert [c["text"] for c in reply.json()["choices"]] == ["hello world"] * 8
+    assert calls == 7
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_request_that_fails_in_the_engine(server: RunningServer, path: str) -> None:
     server.script("", "hello world", delay=0.005, fail_at=2)
@@ -319,6 +346,23 @@ def test_dead_engine(checkpoint: Path) -> None:
         assert server.http.get("/ready").status_code == 503
         assert server.http.get("/metrics").status_code == 200
         server.fake.state = "closed"
+
+
+def test_hung_engine(server: RunningServer) -> None:
+    server.fake.step_age = 301.0
+    try:
+        assert server.http.get("/health").status_code == 503
+        reply = server.http.get("/ready")
+        assert (reply.status_code, reply.json()["ready"]) == (503, False)
+        assert "301 seconds" in reply.json()["reason"]
+        assert server.http.get("/live").status_code == 200
+    finally:
+        server.fake.step_age = 0.0
+    server.fake.state = "restarting"
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/ready").status_code == 503
+    server.fake.state = "running"
+    assert server.http.get("/ready").status_code == 200
 
 
 def test_error_classes_without_a_message_still_say_something() -> None:

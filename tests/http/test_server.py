@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -226,3 +229,22 @@ def test_unix_socket(long_checkpoint: Path, tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert not path.exists()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_tls(long_checkpoint: Path, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1", *subject]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    engine = scripted_engine(long_checkpoint, tmp_path, SLOW)
+    with server_process(tmp_path, engine, ssl_keyfile=str(key), ssl_certfile=str(cert)) as server:
+        server.wait_ready()
+        assert server.url.startswith("https://")
+        reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, verify=ssl.create_default_context(cafile=str(cert)))
+        assert reply.status_code == 200
+    cert.write_text("not a certificate")
+    with server_process(tmp_path, engine, ssl_keyfile=str(key), ssl_certfile=str(cert)) as server:
+        assert server.wait() == 1
+        assert "TLS" in server.log.splitlines()[-1]
+        assert "Traceback" not in server.log

@@ -239,3 +239,13 @@ def test_jobs_are_taken_only_when_there_is_room() -> None:
     start = time.monotonic()
     assert sorted(asyncio.run(check())) == list(range(10))
     assert time.monotonic() - start < 10
+
+
+def test_bench_kv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "kv.json"
+    flags = ["--requests", "12", "--input-len", "20-60", "--output-len", "10-40", "--output-json", str(out)]
+    assert main(["bench", "kv", *flags]) == 0
+    result = json.loads(out.read_text())
+    assert result["requests"] == 12
+    assert result["paged_average"] < result["contiguous_max_tokens"] < result["contiguous_max_model_len"] < 1
+    assert f"{result['paged_average']:.1%} of the reserved memory" in capsys.readouterr().out

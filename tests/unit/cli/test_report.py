@@ -92,6 +92,13 @@ def test_the_doctor_is_content_here(capsys: pytest.CaptureFixture[str], monkeypa
     assert "Everything Octavo needs is here." in out
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without importing torch in a process of its own, which takes seconds."""
+    monkeypatch.setattr(doctor, "check_torch", lambda: Check("torch", "ok", "x"))
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_doctor_names_a_missing_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "required_packages", lambda: {"no-such-package": "1", "numpy": "999"})
     assert main(["doctor"]) == 1
@@ -118,6 +125,7 @@ def test_the_doctor_sees_a_taken_port() -> None:
     assert f"PORT={port + 1}" in check.advice
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_check_that_fails_itself_is_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Check:
         raise RuntimeError("oh")
@@ -136,6 +144,7 @@ def test_the_doctor_finds_a_model_cache_that_cannot_be_written(monkeypatch: pyte
     assert "set OCTAVO_HOME" in check.advice
 
 
+@pytest.mark.usefixtures("quick")
 def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
     assert {c["status"] for c in json.loads(capsys.readouterr().out)} <= {"ok", "warn", "fail"}

@@ -95,17 +95,30 @@ def context_of(request: Request) -> ServerContext:
 
 
 def request_id(request: Request, prefix: str, given: str | None) -> str:
-    """`prefix-` and the client's own id (the field, else the header X-Request-Id), else a fresh one.
+    """`prefix-` and the client's own id: the field, else the header X-Request-Id, else a fresh one.
+
+    The header is often the id of a whole trace, so one that is in use, or that would not survive a log line, is no error:
+    it gets a suffix, or is passed over.
 
     Raises:
-        InvalidRequest: an id that would not survive a header or a log line.
+        InvalidRequest: the field holds an id that is no plain text.
     """
-    own = given or request.headers.get("x-request-id") or request.state.request_id
-    if len(own) > MAX_ID_CHARS or not own.isprintable() or not own.isascii():
-        raise InvalidRequest(
-            f"request_id must be at most {MAX_ID_CHARS} printable ASCII characters, got {short_repr(own)}.", param="request_id"
-        )
-    return f"{prefix}-{own}"
+    fresh: str = request.state.request_id
+    if given:
+        if not _is_plain(given):
+            raise InvalidRequest(
+                f"request_id must be at most {MAX_ID_CHARS} printable ASCII characters, got {short_repr(given)}.", param="request_id"
+            )
+        return f"{prefix}-{given}"
+    header = request.headers.get("x-request-id", "")
+    if not header or not _is_plain(header):
+        return f"{prefix}-{fresh}"
+    name = f"{prefix}-{header}"
+    return f"{name}-{fresh[:8]}" if name in context_of(request).live else name
+
+
+def _is_plain(name: str) -> bool:
+    return len(name) <= MAX_ID_CHARS and name.isascii() and name.isprintable()
 
 
 def client_of(request: Request) -> str:

@@ -24,8 +24,9 @@ from octavo.frontend.http.tracking import RequestTracker
 from octavo.frontend.outputs import RequestOutput
 from octavo.protocol.params import BeamSearchParams, SamplingParams
 
-MAX_PROMPTS_AT_ONCE = 128
-"""Prompts of one request in the engine at a time: a large batch goes through in order instead of overflowing the queue."""
+MAX_SEQUENCES_AT_ONCE = 256
+"""Sequences of one request in the engine at a time (one prompt at least): a large batch goes through in order instead of
+overflowing the queue."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,14 @@ class Generation:
         self._error: BaseException | None = asyncio.CancelledError()  # until the last result has been read
         self._closed = False
 
+    @property
+    def _at_once(self) -> int:
+        """Prompts in the engine at a time."""
+        return min(len(self.job.prompts), max(1, MAX_SEQUENCES_AT_ONCE // self.job.params.n))
+
     @classmethod
     async def start(cls, ctx: ServerContext, job: Job, tracker: RequestTracker) -> Generation:
-        """Queue the first prompts.
+        """Queue the first prompts. A request of which one prompt found room is accepted: the others wait for theirs.
 
         Raises:
             OctavoError: the request is refused; nothing of it remains.
@@ -89,9 +95,13 @@ class Generation:
         ctx.claim(job.request_id)
         generation = cls(ctx, job, tracker)
         try:
-            for number in range(min(len(job.prompts), MAX_PROMPTS_AT_ONCE)):
-                await generation._open(number)
+            await generation._open(0)
+            with contextlib.suppress(Overloaded):
+                for number in range(1, generation._at_once):
+                    await generation._open(number)
         except BaseException as error:
+            if isinstance(error, Overloaded):
+                ctx.metrics.rejected()
             generation._error = error
             await generation.close()
             raise
@@ -108,16 +118,19 @@ class Generation:
             "arrival_time": self._tracker.arrival,
         }
         stream: Stream
-        try:
-            if job.beam is not None:
-                stream = _Finished(await llm.beam_search(prompt, job.beam, engine_id, **options))
-            else:
-                stream = await llm.submit(prompt, job.params, engine_id, **options)
-        except Overloaded:
-            self._ctx.metrics.rejected()
-            raise
+        if job.beam is not None:
+            stream = _Finished(await llm.beam_search(prompt, job.beam, engine_id, **options))
+        else:
+            stream = await llm.submit(prompt, job.params, engine_id, **options)
         self._streams[number] = stream
         return stream
+
+    async def _open_when_there_is_room(self, number: int) -> Stream:
+        while True:
+            try:
+                return await self._open(number)
+            except Overloaded as full:
+                await asyncio.sleep(min(1.0, full.retry_after))
 
     async def results(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(prompt number, output) in the order they come.
@@ -164,13 +177,13 @@ class Generation:
 
         async def pump() -> None:
             for number in waiting:
-                stream = self._streams.get(number) or await self._open(number)
+                stream = self._streams.get(number) or await self._open_when_there_is_room(number)
                 async for output in stream:
                     await queue.put((number, output))
                 self._streams.pop(number, None)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(len(self.job.prompts), MAX_PROMPTS_AT_ONCE)):
+            for _ in range(self._at_once):
                 group.create_task(pump())
 
     async def close(self) -> None:

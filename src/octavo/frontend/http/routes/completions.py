@@ -35,6 +35,8 @@ async def create_completion(request: Request) -> Response:
     tracker.received(job.params, [p.text or str(p.token_ids) for p in job.prompts])
     writer = CompletionWriter(options)
     if options.prompt_only and job.params.prompt_logprobs is None:
+        tracker.prompt_tokens = sum(len(p.token_ids) for p in job.prompts)
+        tracker.close()
         if body.stream:
             return EventStream(writer.stream_without_engine(), _nothing)
         return json_response(writer.without_engine())

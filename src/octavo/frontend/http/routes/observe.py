@@ -9,7 +9,6 @@ from importlib.resources import files
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from octavo._version import __version__
 from octavo.frontend.http.context import context_of, json_response
@@ -22,7 +21,7 @@ dashboard_router = APIRouter()
 async def metrics(request: Request) -> Response:
     ctx = context_of(request)
     ctx.metrics.step(ctx.llm.stats())
-    return Response(ctx.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(ctx.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @dashboard_router.get("/stats")
