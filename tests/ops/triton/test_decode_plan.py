@@ -1,6 +1,8 @@
-"""A decode plan covers every token once, in balanced shares, within the capacity a graph was captured with."""
+"""A decode plan covers every token once, longest items first, within the capacity a graph was captured with."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ from octavo.ops.triton.decode_plan import (
     HI,
     INVARIANT_SPLIT,
     LO,
-    NEXT,
     NUM_PARTS,
     PART,
     ROW,
@@ -24,40 +25,28 @@ from octavo.ops.triton.decode_plan import (
 )
 
 
-def chains(plan: DecodePlan) -> list[list[np.ndarray]]:
-    found = []
-    for share in range(plan.capacity.shares):
-        item = share if plan.items[share, HI] > 0 else -1
-        chain = []
-        while item >= 0:
-            chain.append(plan.items[item])
-            item = plan.items[item, NEXT]
-        if chain:
-            found.append(chain)
-    return found
-
-
-def check_cover(plan: DecodePlan, lens: list[int], window: int | None) -> None:
-    items = [item for chain in chains(plan) for item in chain]
-    assert len(items) == int((plan.items[:, HI] > 0).sum()), "every item hangs on exactly one chain"
+def check_cover(plan: DecodePlan, lens: list[int], window: int | None, alignment: int) -> None:
+    assert (plan.items[: plan.num_items, HI] > 0).all()
+    assert not plan.items[plan.num_items :].any()
     by_row: dict[int, list[np.ndarray]] = {}
-    for item in items:
+    for item in plan.items[: plan.num_items]:
         by_row.setdefault(int(item[ROW]), []).append(item)
     assert sorted(by_row) == [row for row, n in enumerate(lens) if n > 0]
     places: list[int] = []
     for row, pieces in by_row.items():
         pieces.sort(key=lambda item: item[LO])
+        first = pieces[0]
         first_needed = 0 if window is None else max(0, lens[row] - window)
-        assert pieces[0][LO] <= first_needed < pieces[0][LO] + 16
+        assert first[LO] <= first_needed < first[LO] + alignment
         assert pieces[-1][HI] == lens[row]
-        for left, right in zip(pieces, pieces[1:], strict=False):
+        for left, right in itertools.pairwise(pieces):
             assert left[HI] == right[LO]
         assert all(piece[HI] > piece[LO] and piece[CONTEXT] == lens[row] and piece[NUM_PARTS] == len(pieces) for piece in pieces)
         if len(pieces) == 1:
-            assert pieces[0][PART] == -1
+            assert first[PART] == -1
         else:
-            assert [int(piece[PART]) for piece in pieces] == list(range(pieces[0][FIRST_PART], pieces[0][FIRST_PART] + len(pieces)))
-            assert all(piece[FIRST_PART] == pieces[0][FIRST_PART] for piece in pieces)
+            assert [int(piece[PART]) for piece in pieces] == [int(first[FIRST_PART]) + i for i in range(len(pieces))]
+            assert all(piece[FIRST_PART] == first[FIRST_PART] for piece in pieces)
             places += [int(piece[PART]) for piece in pieces]
     assert sorted(places) == list(range(plan.num_parts))
 
@@ -70,25 +59,26 @@ def check_cover(plan: DecodePlan, lens: list[int], window: int | None) -> None:
 )
 def test_every_token_is_covered_once(lens: list[int], kv_heads: int, window: int | None, invariant: bool) -> None:
     contexts = np.array(lens, dtype=np.int32)
+    alignment = INVARIANT_SPLIT if invariant else 16
     plan = plan_decode(contexts, kv_heads, 132, sliding_window=window, batch_invariant=invariant)
-    check_cover(plan, lens, window)
+    check_cover(plan, lens, window, alignment)
     capacity = invariant_capacity(len(lens), sum(lens)) if invariant else decode_capacity(len(lens), kv_heads, 132)
     fixed = plan_decode(contexts, kv_heads, 132, sliding_window=window, batch_invariant=invariant, capacity=capacity)
     assert fixed.items.shape[0] == capacity.items
-    check_cover(fixed, lens, window)
+    check_cover(fixed, lens, window, alignment)
 
 
 @given(lens=st.lists(st.integers(1, 20000), min_size=1, max_size=300))
-def test_no_share_is_much_longer_than_the_mean(lens: list[int]) -> None:
-    plan = plan_decode(np.array(lens, dtype=np.int32), 8, 132)
-    sizes = [sum(int(item[HI] - item[LO]) for item in chain) for chain in chains(plan)]
-    fair = max(64, -(-sum(lens) // (132 * 4 // 8)))
-    assert max(sizes) <= fair * 1.125 + 32
+def test_no_item_is_much_longer_than_its_share(lens: list[int]) -> None:
+    plan = plan_decode(np.array(lens, dtype=np.int32), 8, 132, items_per_sm=4)
+    sizes = plan.items[: plan.num_items, HI] - plan.items[: plan.num_items, LO]
+    assert sizes.max() <= max(256, -(-sum(lens) // (132 * 4 // 8))) * 4 // 3 + 15
+    assert (np.diff(sizes) < 16).all(), "longest first"
 
 
 def test_one_long_row_reaches_every_sm() -> None:
     plan = plan_decode(np.array([8192], dtype=np.int32), 8, 132)
-    assert plan.num_shares * 8 >= 132 * 3
+    assert plan.num_items * 8 >= 132
 
 
 def test_invariant_cuts_depend_on_the_row_alone() -> None:
@@ -99,18 +89,12 @@ def test_invariant_cuts_depend_on_the_row_alone() -> None:
     assert all(lo % INVARIANT_SPLIT == 0 for lo, _ in cuts)
 
 
-def test_invariant_shares_go_longest_first() -> None:
-    plan = plan_decode(np.array([40, 700, 2000], dtype=np.int32), 8, 132, batch_invariant=True)
-    sizes = (plan.items[: plan.num_shares, HI] - plan.items[: plan.num_shares, LO]).tolist()
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_padding_rows_get_no_work() -> None:
     plan = plan_decode(np.array([0, 100, 0], dtype=np.int32), 8, 132)
-    assert {int(item[ROW]) for item in plan.items if item[HI] > 0} == {1}
-    assert plan_decode(np.zeros(4, dtype=np.int32), 8, 132).num_shares == 0
+    assert plan.items[:, ROW].tolist() == [1]
+    assert plan_decode(np.zeros(4, dtype=np.int32), 8, 132).num_items == 0
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
     with pytest.raises(ValueError, match="does not fit a capacity"):
-        plan_decode(np.array([5000] * 9, dtype=np.int32), 8, 132, capacity=decode_capacity(2, 8, 132))
+        plan_decode(np.array([50] * 200, dtype=np.int32), 8, 132, capacity=decode_capacity(2, 8, 132))

@@ -24,15 +24,13 @@ def run(
     v_scale: torch.Tensor | None = None,
     invariant: bool = False,
     capacity: DecodeCapacity | None = None,
-    min_share: int = 32,
+    min_part: int = 32,
     launches: int = 1,
 ) -> torch.Tensor:
     rows, heads, head_dim = case.q.shape
     kv_heads = case.key_cache.shape[1]
     contexts = np.array(case.starts, dtype=np.int32) + 1
-    plan = plan_decode(
-        contexts, kv_heads, SMS, sliding_window=window, batch_invariant=invariant, min_share=min_share, capacity=capacity
-    )
+    plan = plan_decode(contexts, kv_heads, SMS, sliding_window=window, batch_invariant=invariant, min_part=min_part, capacity=capacity)
     workspace = DecodeWorkspace.allocate(plan.capacity, heads, kv_heads, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
@@ -127,6 +125,6 @@ def test_large_batches_on_the_gpu(cache_dtype: torch.dtype, device: torch.device
     contexts = torch.randint(1, 3000, (200,)).tolist()
     case = decode_case(contexts, 32, 8, 128, device, cache_dtype=cache_dtype)
     scales = torch.ones(1, device=device) if cache_dtype != torch.bfloat16 else None
-    first = run(case, k_scale=scales, v_scale=scales, launches=3, min_share=64)
+    first = run(case, k_scale=scales, v_scale=scales, launches=3, min_part=64)
     assert relative_error(first, attention_reference(case, scale=128**-0.5)) < 8e-3
-    assert torch.equal(first, run(case, k_scale=scales, v_scale=scales, min_share=64))
+    assert torch.equal(first, run(case, k_scale=scales, v_scale=scales, min_part=64))

@@ -4,9 +4,7 @@ Cache layout: K and V each [blocks, kv_heads, block_size, head_dim], so that one
 heads of a KV head are the rows of one tensor-core tile (grouped-query attention, Ainslie et al. 2023), so each key and value
 is read once. The work list comes from `decode_plan`. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 
-A row that was cut into parts: each part leaves its unnormalised sum, maximum and denominator in the workspace and counts
-itself; whichever arrives last adds all parts up *in part order*, so the bits do not depend on who was last, and sets the
-counter back to zero for the next launch.
+A row that was cut into parts is put together again by the last of them (`split_softmax`).
 """
 
 from __future__ import annotations
@@ -16,8 +14,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from octavo.ops.triton.decode_plan import ITEM_FIELDS, DecodeCapacity, DecodePlan
+from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -31,6 +31,9 @@ class DecodeTuning:
     """Tokens a loop iteration."""
     warps: int
     stages: int
+    rows: int = 16
+    at_once: int = 0
+    pdl: bool = False
 
 
 def decode_tuning(head_dim: int, cache_itemsize: int) -> DecodeTuning:
@@ -70,7 +73,7 @@ class DecodeWorkspace:
         self.items.copy_(torch.from_numpy(plan.items), non_blocking=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -85,10 +88,8 @@ def _decode_kernel(
     v_scale_ptr,
     q_stride,
     out_stride,
-    k_block_stride,
-    k_head_stride,
-    v_block_stride,
-    v_head_stride,
+    block_stride,
+    head_stride,
     table_stride,
     scale,
     KV_HEADS: tl.constexpr,
@@ -103,104 +104,78 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
-    COMBINE_PARTS: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    if tl.load(items_ptr + item * 8 + 2) == 0:
+    fields = items_ptr + tl.program_id(1) * 8
+    hi = tl.load(fields + 2)
+    if hi == 0:
         return
+    row = tl.load(fields).to(tl.int64)
+    lo = tl.load(fields + 1)
+    context = tl.load(fields + 3)
+    part = tl.load(fields + 4)
+    first_part = tl.load(fields + 5)
+    num_parts = tl.load(fields + 6)
+    table = table_ptr + row * table_stride
+    n = tl.arange(0, TILE)
+    # Block numbers are read one tile ahead: a tile's loads never wait for the table.
+    block = tl.load(table + (lo + n) // BLOCK, mask=lo + n < hi, other=0)
+
+    if PDL:
+        gdc_wait()
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
     in_head = d[None, :] < HEAD_DIM
+    head = kv_head * GROUP + g
+    q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=(g[:, None] < GROUP) & in_head, other=0.0)
     v_scale = 1.0
     if SCALE_STRIDE >= 0:
         scale *= tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
         v_scale = tl.load(v_scale_ptr + kv_head * SCALE_STRIDE)
-    while item >= 0:
-        fields = items_ptr + item * 8
-        row = tl.load(fields).to(tl.int64)
-        lo = tl.load(fields + 1)
-        hi = tl.load(fields + 2)
-        context = tl.load(fields + 3)
-        part = tl.load(fields + 4)
-        first_part = tl.load(fields + 5)
-        num_parts = tl.load(fields + 6)
-        item = tl.load(fields + 7)
+        # float8 becomes float16 exactly and in one instruction; bf16 would take three.
+        q = q.to(tl.float16)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    row_max = tl.full([ROWS], -1.0e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for t in tl.range(lo, hi, TILE, num_stages=STAGES):
+        pos = t + n
+        live = pos < hi
+        offsets = (block.to(tl.int64) * block_stride + kv_head * head_stride + (pos % BLOCK) * HEAD_DIM)[:, None] + d[None, :]
+        block = tl.load(table + (pos + TILE) // BLOCK, mask=pos + TILE < hi, other=0)
+        mask = live[:, None] & in_head
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+        if SOFT_CAP > 0.0:
+            # cap * tanh(x / cap), tanh(y) = 1 - 2 / (1 + e^2y); scores are in base 2 only after this.
+            scores = (SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP)))) * 1.4426950408889634
+        # Anything may lie past the context or in the null block, NaN included: such keys count for nothing, and their values
+        # are never read.
+        seen = live
+        if WINDOW > 0:
+            seen = live & (pos >= context - WINDOW)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        fade = tl.exp2(row_max - new_max)
+        p = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * fade + tl.sum(p, 1)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+        row_max = new_max
 
-        head = kv_head * GROUP + g
-        q_offsets = row * q_stride + head[:, None] * HEAD_DIM + d[None, :]
-        q = tl.load(q_ptr + q_offsets, mask=(g[:, None] < GROUP) & in_head, other=0.0)
-        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-        row_max = tl.full([ROWS], -1.0e30, tl.float32)
-        row_sum = tl.zeros([ROWS], tl.float32)
-        table = table_ptr + row * table_stride
-        for t in tl.range(lo, hi, TILE, num_stages=STAGES):
-            pos = t + tl.arange(0, TILE)
-            live = pos < hi
-            block = tl.load(table + pos // BLOCK, mask=live, other=0).to(tl.int64)
-            inside = (pos % BLOCK) * HEAD_DIM
-            mask = live[:, None] & in_head
-            k = tl.load(k_ptr + (block * k_block_stride + kv_head * k_head_stride + inside)[:, None] + d[None, :], mask=mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
-            if SOFT_CAP > 0.0:
-                # cap * tanh(x / cap), tanh(y) = 1 - 2 / (1 + e^2y); scores are in base 2 only after this.
-                scores = (SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP)))) * 1.4426950408889634
-            # Anything may lie past the context or in the null block, NaN included: such keys count for nothing, and their
-            # values were never read.
-            seen = live
-            if WINDOW > 0:
-                seen = live & (pos >= context - WINDOW)
-            scores = tl.where(seen[None, :], scores, -float("inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            fade = tl.exp2(row_max - new_max)
-            p = tl.exp2(scores - new_max[:, None])
-            row_sum = row_sum * fade + tl.sum(p, 1)
-            v = tl.load(v_ptr + (block * v_block_stride + kv_head * v_head_stride + inside)[:, None] + d[None, :], mask=mask, other=0.0)
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
-            row_max = new_max
-
-        if part < 0:
-            out_offsets = row * out_stride + head[:, None] * HEAD_DIM + d[None, :]
-            result = acc * (v_scale / row_sum)[:, None]
-            tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=(g[:, None] < GROUP) & in_head)
-        else:
-            place = (part * KV_HEADS + kv_head) * GROUP_PAD + g
-            kept = g < GROUP_PAD
-            tl.store(sums_ptr + place[:, None] * DIM_PAD + d[None, :], acc, mask=kept[:, None])
-            tl.store(stats_ptr + place * 2, row_max, mask=kept)
-            tl.store(stats_ptr + place * 2 + 1, row_sum, mask=kept)
-            # Every thread's stores come before the one thread's release, and its acquire before every thread's loads.
-            tl.debug_barrier()
-            counter = counters_ptr + first_part * KV_HEADS + kv_head
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_parts - 1:
-                tl.debug_barrier()
-                tl.store(counter, 0)
-                n = tl.arange(0, COMBINE_PARTS)
-                gp = tl.arange(0, GROUP_PAD)
-                total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-                total_max = tl.full([GROUP_PAD], -1.0e30, tl.float32)
-                total_sum = tl.zeros([GROUP_PAD], tl.float32)
-                for p0 in range(0, num_parts, COMBINE_PARTS):
-                    there = p0 + n < num_parts
-                    places = ((first_part + p0 + n) * KV_HEADS + kv_head)[:, None] * GROUP_PAD + gp[None, :]
-                    part_max = tl.load(stats_ptr + places * 2, mask=there[:, None], other=-1.0e30, cache_modifier=".cg")
-                    part_sum = tl.load(stats_ptr + places * 2 + 1, mask=there[:, None], other=0.0, cache_modifier=".cg")
-                    sums = tl.load(
-                        sums_ptr + places[:, :, None] * DIM_PAD + d[None, None, :],
-                        mask=there[:, None, None],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    new_total_max = tl.maximum(total_max, tl.max(part_max, 0))
-                    fade_total = tl.exp2(total_max - new_total_max)
-                    weight = tl.exp2(part_max - new_total_max[None, :])
-                    total_sum = total_sum * fade_total + tl.sum(weight * part_sum, 0)
-                    total = total * fade_total[:, None] + tl.sum(weight[:, :, None] * sums, 0)
-                    total_max = new_total_max
-                out_offsets = row * out_stride + (kv_head * GROUP + gp)[:, None] * HEAD_DIM + d[None, :]
-                total = total * (v_scale / total_sum)[:, None]
-                tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=(gp[:, None] < GROUP) & in_head)
+    if part < 0:
+        result = acc * (v_scale / row_sum)[:, None]
+        out_offsets = row * out_stride + head[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=(g[:, None] < GROUP) & in_head)
+    else:
+        leave_part(acc, row_max, row_sum, part, kv_head, sums_ptr, stats_ptr, KV_HEADS, ROWS, GROUP_PAD, DIM_PAD)
+        if arrived_last(counters_ptr + first_part * KV_HEADS + kv_head, num_parts):
+            total, total_sum = add_parts(first_part, num_parts, kv_head, sums_ptr, stats_ptr, KV_HEADS, GROUP_PAD, DIM_PAD, PARTS_AT_ONCE)
+            gp = tl.arange(0, GROUP_PAD)
+            out_offsets = row * out_stride + (kv_head * GROUP + gp)[:, None] * HEAD_DIM + d[None, :]
+            total = total * (v_scale / total_sum)[:, None]
+            tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=(gp[:, None] < GROUP) & in_head)
 
 
 def paged_decode(
@@ -223,7 +198,7 @@ def paged_decode(
     Args:
         q: [rows, heads, head_dim]; a stride between rows is fine (a slice of fused qkv).
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim], bf16, fp16, or float8_e4m3fn; each head's block
-            contiguous.
+            contiguous, and both with the same strides.
         block_tables: [rows, max_blocks] int32.
         workspace: holds a plan made with the same `sliding_window`.
         out: [rows, heads, head_dim]. Rows without work in the plan are not written.
@@ -238,7 +213,7 @@ def paged_decode(
     tuning = tuning or decode_tuning(head_dim, key_cache.element_size())
     group_pad, dim_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     has_scale = k_scale is not None and v_scale is not None
-    _decode_kernel[(num_kv_heads, workspace.capacity.shares)](
+    _decode_kernel[(num_kv_heads, workspace.capacity.items)](
         q,
         key_cache,
         value_cache,
@@ -254,15 +229,13 @@ def paged_decode(
         out.stride(0),
         key_cache.stride(0),
         key_cache.stride(1),
-        value_cache.stride(0),
-        value_cache.stride(1),
         block_tables.stride(0),
         # A soft cap works on natural scores; without one the change to base 2 is folded into the scale.
         scale if soft_cap else scale * _LOG2_E,
         KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
-        ROWS=max(_MIN_DOT_ROWS, group_pad),
+        ROWS=max(tuning.rows, group_pad),
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
         BLOCK=block_size,
@@ -270,10 +243,10 @@ def paged_decode(
         STAGES=tuning.stages,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
-        SCALE_STRIDE=-1 if not has_scale else int(k_scale.numel() > 1),
-        COMBINE_PARTS=max(1, min(16, _COMBINE_ELEMENTS // (group_pad * dim_pad))),
+        SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
+        PARTS_AT_ONCE=tuning.at_once or max(1, min(16, _COMBINE_ELEMENTS // (group_pad * dim_pad))),
+        PDL=tuning.pdl,
+        **({"launch_pdl": True} if tuning.pdl else {}),
         num_warps=tuning.warps,
     )
     return out
-
-
