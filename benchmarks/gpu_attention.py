@@ -10,7 +10,6 @@ in serving. Prints a table and writes benchmarks/results/gpu_attention.json.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import os
@@ -29,7 +28,15 @@ import triton
 from octavo.ops.triton.decode_plan import decode_capacity, plan_decode
 from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
-from octavo.ops.triton.paged_prefill import PrefillTuning, PrefillWorkspace, paged_prefill, prefill_items, prefill_tuning
+from octavo.ops.triton.paged_prefill import (
+    GATHER_FROM,
+    PrefillTuning,
+    PrefillWorkspace,
+    paged_prefill,
+    prefill_items,
+    prefill_tuning,
+    queries_per_key,
+)
 from octavo.ops.triton.prefill_plan import plan_prefill
 
 READ_BYTES_PER_S = 4.55e12
@@ -121,43 +128,17 @@ class DecodeVariant:
 
 
 def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeVariant]:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    shipped = decode_tuning(case.head_dim, case.cache_dtype.itemsize, case.rows, case.kv_heads, sms, overlap=True)
     if not tune:
-        return [DecodeVariant(decode_tuning(case.head_dim, case.cache_dtype.itemsize), 4, 64)]
-    small = case.rows == 1
-    if case.cache_dtype.itemsize == 1:
-        tunings = [
-            DecodeTuning(128, 4, 2),
-            DecodeTuning(64, 4, 3),
-            DecodeTuning(64, 4, 2),
-            DecodeTuning(64, 4, 2, 64),
-            DecodeTuning(64, 2, 2),
-            DecodeTuning(128, 8, 2),
-        ]
-    else:
-        tunings = [
-            DecodeTuning(128, 4, 2),
-            DecodeTuning(128, 4, 3),
-            DecodeTuning(64, 4, 3),
-            DecodeTuning(64, 2, 2),
-            DecodeTuning(64, 4, 2),
-            DecodeTuning(64, 2, 3),
-            DecodeTuning(32, 2, 3),
-            DecodeTuning(32, 2, 4),
-            DecodeTuning(64, 2, 2, 16, 0, True),
-            DecodeTuning(64, 4, 3, 16, 0, True),
-        ]
-    if small:
-        tunings = [
-            DecodeTuning(t, w, s, 16, a, p)
-            for t, w, s in ((64, 4, 3), (128, 4, 2), (64, 4, 4), (128, 8, 2), (32, 4, 4))
-            for a in (16, 32)
-            for p in (False, True)
-        ]
+        return [DecodeVariant(shipped, 2, 256)]
+    tunings = [replace(shipped, tile=t, warps=w, stages=s) for t, w, s in ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 4, 4))]
+    tunings.append(replace(shipped, overlap=False))
     return [
-        DecodeVariant(tuning, items, min_part)
-        for tuning, items, min_part in itertools.product(
-            tunings, (4,) if small else (1, 2, 3, 4), (128, 256, 384, 512) if small else (128,)
-        )
+        DecodeVariant(tuning, items, part)
+        for tuning in tunings
+        for items in (1, 2, 4)
+        for part in ((128, 256) if case.rows == 1 else (256,))
     ]
 
 
@@ -231,22 +212,14 @@ PREFILL_CASES = (
 )
 
 
-def prefill_variants(case: PrefillCase, tune: bool) -> list[PrefillTuning]:
+def prefill_variants(case: PrefillCase, tune: bool) -> list[tuple[PrefillTuning, bool]]:
     group = case.heads // case.kv_heads
+    reuse = queries_per_key(np.array(case.starts), np.array(case.counts))
     if not tune:
-        return [prefill_tuning(case.head_dim, group, max(case.counts))]
-    grid = (
-        (128, 128, 8, 2),
-        (128, 64, 8, 3),
-        (128, 64, 8, 2),
-        (128, 64, 4, 2),
-        (128, 128, 8, 3),
-        (64, 64, 4, 3),
-        (64, 64, 4, 2),
-        (128, 64, 8, 4),
-        (256, 64, 8, 3),
-    )
-    return [PrefillTuning(*values) for values in grid]
+        gathered = reuse >= GATHER_FROM
+        return [(prefill_tuning(case.head_dim, group, max(case.counts), reuse, gathered=gathered), gathered)]
+    grid = ((128, 128, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 4, 2), (256, 64, 8, 3))
+    return [(PrefillTuning(*values), gathered) for values in grid for gathered in (False, True)]
 
 
 def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
@@ -262,7 +235,7 @@ def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     gather_tokens = plan_gather(starts + counts).tokens
     gathered_cache = GatheredCache.allocate(case.kv_heads, gather_tokens, case.head_dim, torch.bfloat16, DEVICE)
-    for tuning, gathered in itertools.product(prefill_variants(case, tune), (False, True)):
+    for tuning, gathered in prefill_variants(case, tune):
         begin = time.perf_counter()
         plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(case.heads // case.kv_heads), case.kv_heads, sms)
         plan_us = (time.perf_counter() - begin) * 1e6
@@ -294,7 +267,7 @@ def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
             print(f"{case.name} {tuning}: {error}", file=sys.stderr)
             continue
         error = float((out[skipped : case.counts[0]].float() - expected).norm() / expected.norm())
-        us = graph_us([lambda: call(0), lambda: call(1)], repeats=5)  # noqa: B023
+        us = graph_us([lambda: call(0), lambda: call(1)], repeats=5)
         results.append(
             {
                 "case": case.name,
@@ -349,7 +322,7 @@ def compile_all(tune: bool, only: str) -> None:
     for prefill in PREFILL_CASES:
         if only not in f"prefill {prefill.name}":
             continue
-        for tuning in prefill_variants(prefill, tune):
+        for tuning, _ in prefill_variants(prefill, tune):
             jobs[f"p{prefill.heads // prefill.kv_heads}{tuning}"] = ("prefill", (prefill, tuning))
     workers = min(len(jobs), max(1, (os.cpu_count() or 2) - 1))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:

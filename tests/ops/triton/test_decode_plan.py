@@ -1,4 +1,4 @@
-"""A decode plan covers every token once, longest items first, within the capacity a graph was captured with."""
+"""A decode plan covers every token once, evenly over the SMs, within the capacity a graph was captured with."""
 
 from __future__ import annotations
 
@@ -73,7 +73,16 @@ def test_no_item_is_much_longer_than_its_share(lens: list[int]) -> None:
     plan = plan_decode(np.array(lens, dtype=np.int32), 8, 132, items_per_sm=4)
     sizes = plan.items[: plan.num_items, HI] - plan.items[: plan.num_items, LO]
     assert sizes.max() <= max(256, -(-sum(lens) // (132 * 4 // 8))) * 4 // 3 + 15
-    assert (np.diff(sizes) < 16).all(), "longest first"
+
+
+def test_longest_first_and_every_other_round_backwards() -> None:
+    lens = np.random.default_rng(0).permutation(np.arange(64) * 16 + 600).astype(np.int32)
+    plan = plan_decode(lens, 8, 128)
+    assert plan.num_items == 64
+    rounds = (plan.items[:, HI] - plan.items[:, LO]).reshape(4, 16)
+    assert (rounds[:-1].min(axis=1) > rounds[1:].max(axis=1)).all()
+    assert (np.diff(rounds, axis=1) * np.array([[1], [-1], [1], [-1]]) < 0).all()
+    assert len(set(rounds.sum(axis=0).tolist())) == 1, "every SM gets as much"
 
 
 def test_one_long_row_reaches_every_sm() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.ops.triton.decode_plan import DecodeCapacity, decode_capacity, plan_decode
-from octavo.ops.triton.paged_decode import DecodeWorkspace, paged_decode
+from octavo.ops.triton.paged_decode import DecodeWorkspace, decode_tuning, paged_decode
 
 from .paged import PagedCase, attention_reference, paged_case, relative_error
 
@@ -34,6 +34,7 @@ def run(
     workspace = DecodeWorkspace.allocate(plan.capacity, heads, kv_heads, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
+    tuning = decode_tuning(head_dim, case.key_cache.element_size(), rows, kv_heads, SMS, overlap=case.q.is_cuda)
     for _ in range(launches):
         paged_decode(
             case.q,
@@ -47,6 +48,7 @@ def run(
             soft_cap=soft_cap,
             k_scale=k_scale,
             v_scale=v_scale,
+            tuning=tuning,
         )
     assert not workspace.counters.any(), "counters must be ready for the next launch"
     return out

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
-from octavo.ops.triton.paged_prefill import PrefillTuning, PrefillWorkspace, paged_prefill, prefill_items, prefill_tuning
+from octavo.ops.triton.paged_prefill import PrefillTuning, PrefillWorkspace, paged_prefill, prefill_items, prefill_tuning, queries_per_key
 from octavo.ops.triton.prefill_plan import plan_prefill
 
 from .paged import PagedCase, attention_reference, paged_case, relative_error
@@ -28,8 +28,8 @@ def run(
     _, heads, head_dim = case.q.shape
     kv_heads = case.key_cache.shape[1]
     group = heads // kv_heads
-    tuning = tuning or prefill_tuning(head_dim, group, max(case.counts))
     starts, counts = np.array(case.starts, dtype=np.int32), np.array(case.counts, dtype=np.int32)
+    tuning = tuning or prefill_tuning(head_dim, group, max(case.counts), queries_per_key(starts, counts), gathered=gather)
     plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(group), kv_heads, sms, sliding_window=window, batch_invariant=invariant)
     workspace = PrefillWorkspace.allocate(kv_heads, head_dim, sms, case.q.device)
     out = torch.full_like(case.q, float("nan"))

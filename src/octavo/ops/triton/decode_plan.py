@@ -2,8 +2,8 @@
 
 A piece of work is an *item*: one row's query against positions [lo, hi) of its context; a thread block takes one item of one
 KV head. Rows too long for their share of the GPU are cut into equal *parts* (split-KV decoding, Dao et al. 2023), which the
-last part to finish combines in part order. Items go longest first, so that the hardware's own scheduling keeps every SM busy
-to the end (longest processing time first, Graham 1969). Measured against cutting all rows into exactly equal shares for a
+last part to finish combines in part order. Items go longest first, round by round in turning direction, so that the hardware's
+own scheduling gives every SM as much and keeps it busy to the end (longest processing time first, Graham 1969). Measured against cutting all rows into exactly equal shares for a
 fixed assignment: that loses, because SMs do not all read equally fast.
 
 The arrays have a fixed capacity, so that a captured CUDA graph can replay with a new plan copied over the old one. Items
@@ -49,7 +49,7 @@ class DecodePlan:
     num_parts: int
 
 
-def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int, *, items_per_sm: int = 8) -> DecodeCapacity:
+def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int, *, items_per_sm: int = 2) -> DecodeCapacity:
     """Enough for any plan (not batch-invariant) of up to `max_rows` rows, whatever their lengths."""
     cuts = max(1, sm_count * items_per_sm // num_kv_heads)
     return DecodeCapacity(items=max_rows + cuts, parts=min(max_rows, cuts) + cuts)
@@ -68,7 +68,7 @@ def plan_decode(
     *,
     sliding_window: int | None = None,
     batch_invariant: bool = False,
-    items_per_sm: int = 8,
+    items_per_sm: int = 2,
     min_part: int = 256,
     capacity: DecodeCapacity | None = None,
 ) -> DecodePlan:
@@ -125,7 +125,17 @@ def plan_decode(
     # 16-bit keys sort by radix; lengths that differ by less than the alignment may go in any order.
     length = np.minimum((hi - lo) // _ALIGNMENT, 0xFFFF)
     order = np.argsort((0xFFFF - length).astype(np.uint16), kind="stable")
+    order = order[_snake(num_items, num_kv_heads, sm_count)]
     items = np.zeros((capacity.items, ITEM_FIELDS), dtype=np.int32)
     for column, values in enumerate((row, lo, hi, lens[row], part, first_part, num_parts_of)):
         items[:num_items, column] = values[order]
     return DecodePlan(items=items, capacity=capacity, num_items=num_items, num_parts=num_parts)
+
+
+def _snake(num_items: int, num_kv_heads: int, sm_count: int) -> npt.NDArray[np.int64]:
+    """Every other round of one thread block an SM backwards: the SM with the longest item of one gets the shortest of the next."""
+    index = np.arange(num_items)
+    rounds = index * num_kv_heads // sm_count
+    bounds = np.minimum(-(-np.arange(num_items + 1) * sm_count // num_kv_heads), num_items) if num_items else index
+    mirrored = bounds[rounds] + bounds[rounds + 1] - 1 - index if num_items else index
+    return np.where(rounds % 2 == 1, mirrored, index)

@@ -21,8 +21,6 @@ from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
-_COMBINE_ELEMENTS = 4096
-"""Partial sums read at once by a combining thread block: enough loads in flight, few enough registers."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +29,26 @@ class DecodeTuning:
     """Tokens a loop iteration."""
     warps: int
     stages: int
-    rows: int = 16
-    at_once: int = 0
-    pdl: bool = False
+    combine: int = 4096
+    """Partial sums read at once where parts are combined: more hides latency, and takes registers from everyone."""
+    overlap: bool = False
+    """Start while the kernel before still runs and wait for it on the device (programmatic dependent launch, Hopper on). The
+    plan and the block tables must be older than that kernel."""
 
 
-def decode_tuning(head_dim: int, cache_itemsize: int) -> DecodeTuning:
+def decode_tuning(
+    head_dim: int, cache_itemsize: int, rows: int, num_kv_heads: int, sm_count: int, *, overlap: bool = False
+) -> DecodeTuning:
     """Measured on one H200 (benchmarks/gpu_attention.py)."""
     row_bytes = triton.next_power_of_2(head_dim) * cache_itemsize
-    return DecodeTuning(tile=128 if row_bytes <= 256 else 64, warps=4, stages=2)
+    if row_bytes > 256:
+        return DecodeTuning(tile=32, warps=4, stages=2, overlap=overlap)
+    if cache_itemsize == 1:
+        return DecodeTuning(tile=64, warps=2, stages=2, overlap=overlap)
+    crowded = rows * num_kv_heads > 3 * sm_count
+    return DecodeTuning(
+        tile=64, warps=4, stages=2 if crowded else 3, combine=16384 if rows * num_kv_heads < sm_count else 4096, overlap=overlap
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     PARTS_AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     fields = items_ptr + tl.program_id(1) * 8
@@ -123,7 +132,7 @@ def _decode_kernel(
     # Block numbers are read one tile ahead: a tile's loads never wait for the table.
     block = tl.load(table + (lo + n) // BLOCK, mask=lo + n < hi, other=0)
 
-    if PDL:
+    if OVERLAP:
         gdc_wait()
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
@@ -191,7 +200,7 @@ def paged_decode(
     soft_cap: float | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    tuning: DecodeTuning | None = None,
+    tuning: DecodeTuning,
 ) -> torch.Tensor:
     """softmax(q K^T * scale) V for rows with one query token each, over the plan in `workspace`.
 
@@ -210,7 +219,6 @@ def paged_decode(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
     group = num_heads // num_kv_heads
-    tuning = tuning or decode_tuning(head_dim, key_cache.element_size())
     group_pad, dim_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     has_scale = k_scale is not None and v_scale is not None
     _decode_kernel[(num_kv_heads, workspace.capacity.items)](
@@ -235,7 +243,7 @@ def paged_decode(
         KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
-        ROWS=max(tuning.rows, group_pad),
+        ROWS=max(_MIN_DOT_ROWS, group_pad),
         HEAD_DIM=head_dim,
         DIM_PAD=dim_pad,
         BLOCK=block_size,
@@ -244,9 +252,9 @@ def paged_decode(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
-        PARTS_AT_ONCE=tuning.at_once or max(1, min(16, _COMBINE_ELEMENTS // (group_pad * dim_pad))),
-        PDL=tuning.pdl,
-        **({"launch_pdl": True} if tuning.pdl else {}),
+        PARTS_AT_ONCE=max(1, min(32, tuning.combine // (group_pad * dim_pad))),
+        OVERLAP=tuning.overlap,
+        **({"launch_pdl": True} if tuning.overlap else {}),
         num_warps=tuning.warps,
     )
     return out

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.triton.gather_cache import GatheredCache
-from octavo.ops.triton.prefill_plan import ITEM_FIELDS, PrefillPlan, max_prefill_parts
+from octavo.ops.triton.prefill_plan import ITEM_FIELDS, Int32, PrefillPlan, max_prefill_parts
 from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
 
 _LOG2_E = 1.4426950408889634
@@ -36,19 +37,36 @@ class PrefillTuning:
         return self.rows // group
 
 
-def prefill_tuning(head_dim: int, group: int, max_count: int) -> PrefillTuning:
+def queries_per_key(start: Int32, count: Int32) -> float:
+    """How many of a step's queries look at a cached token, on average. start, count: [rows]."""
+    contexts = float(start.sum(dtype=np.float64) + count.sum(dtype=np.float64))
+    pairs = (count.astype(np.float64) * (start + 0.5 * count)).sum()
+    return float(pairs / contexts) if contexts else 0.0
+
+
+GATHER_FROM = 200.0
+"""Queries a key from which copying pages into lines first (`gather_cache`) is faster than reading pages again and again."""
+
+
+def prefill_tuning(head_dim: int, group: int, max_count: int, reuse: float, *, gathered: bool) -> PrefillTuning:
     """Measured on one H200 (benchmarks/gpu_attention.py).
 
     Args:
+        group: query heads a KV head.
         max_count: the longest chunk of the batch, in tokens.
+        reuse: `queries_per_key`.
     """
     rows = max(16, triton.next_power_of_2(group))
-    while rows < 128 and rows < group * max_count:
+    while rows < 64 and rows < group * max_count:
         rows *= 2
     if head_dim > 128:
-        return PrefillTuning(rows=min(rows, 128), tile=64, warps=8 if rows >= 128 else 4, stages=2)
-    if rows >= 128:
-        return PrefillTuning(rows=rows, tile=128, warps=8, stages=2)
+        return PrefillTuning(rows=rows, tile=64, warps=4, stages=2)
+    if gathered:
+        return (
+            PrefillTuning(rows=128, tile=128, warps=8, stages=3) if reuse > 4096 else PrefillTuning(rows=rows, tile=64, warps=4, stages=3)
+        )
+    if group * max_count > 128 and reuse > 1024:
+        return PrefillTuning(rows=128, tile=128, warps=8, stages=3)
     return PrefillTuning(rows=rows, tile=64, warps=4, stages=3)
 
 

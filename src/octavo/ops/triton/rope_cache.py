@@ -56,7 +56,7 @@ def _rope_cache_kernel(
     line = head + tl.where(is_q, 0, tl.where(is_v, HEADS + KV_HEADS, HEADS))
     base = qkv_ptr + token * qkv_stride + line[:, None] * HEAD_DIM
 
-    slot = tl.load(slots_ptr + token)
+    slot = tl.load(slots_ptr + token + h * 0)[:, None]
     target = (slot // BLOCK) * block_stride + head[:, None].to(tl.int64) * head_stride + (slot % BLOCK) * HEAD_DIM
     stored = in_heads[:, None] & (slot >= 0)
 
@@ -107,7 +107,7 @@ def _rope_cache_kernel(
         tl.store(base + ROTARY_HALF + r[None, :], y2, mask=mask)
         if REST_PAD > 0 and NORM:
             tl.store(base + rest[None, :], x3.to(dtype), mask=in_heads[:, None] & in_rest[None, :])
-    if not is_q:
+    if group >= q_groups:
         cache_type = k_cache_ptr.dtype.element_ty
         c1, c2 = y1.to(tl.float32), y2.to(tl.float32)
         if SCALE_STRIDE >= 0:
