@@ -66,6 +66,7 @@ DECODE_CASES = (
     DecodeCase("8B 256x843", 256, 843, True, 32, 8),
     DecodeCase("0.6B 256x843", 256, 843, True, 16, 8),
     DecodeCase("8B 32x4096", 32, 4096, False, 32, 8),
+    DecodeCase("8B 128x843", 128, 843, True, 32, 8),
     DecodeCase("8B 64x843", 64, 843, True, 32, 8),
     DecodeCase("8B 1x8192", 1, 8192, False, 32, 8),
     DecodeCase("8B 1x1024", 1, 1024, False, 32, 8),
@@ -120,26 +121,13 @@ def reference_row(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table
     return torch.einsum("hts,hsd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-@dataclass(frozen=True)
-class DecodeVariant:
-    tuning: DecodeTuning
-    items_per_sm: int
-    min_part: int
-
-
-def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeVariant]:
+def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeTuning]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     shipped = decode_tuning(case.head_dim, case.cache_dtype.itemsize, case.rows, case.kv_heads, sms, overlap=True)
     if not tune:
-        return [DecodeVariant(shipped, 2, 256)]
-    tunings = [replace(shipped, tile=t, warps=w, stages=s) for t, w, s in ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 4, 4))]
-    tunings.append(replace(shipped, overlap=False))
-    return [
-        DecodeVariant(tuning, items, part)
-        for tuning in tunings
-        for items in (1, 2, 4)
-        for part in ((128, 256) if case.rows == 1 else (256,))
-    ]
+        return [shipped]
+    grid = ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 4, 4), (128, 4, 2))
+    return [replace(shipped, tile=tile, warps=warps, stages=stages) for tile, warps, stages in grid] + [replace(shipped, overlap=False)]
 
 
 def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
@@ -155,19 +143,19 @@ def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
     results: list[dict[str, object]] = []
-    for variant in decode_variants(case, tune):
-        capacity = decode_capacity(case.rows, case.kv_heads, sms, items_per_sm=variant.items_per_sm)
-        plan_decode(contexts, case.kv_heads, sms, items_per_sm=variant.items_per_sm, min_part=variant.min_part, capacity=capacity)
+    capacity = decode_capacity(case.rows, case.kv_heads, sms)
+    for tuning in decode_variants(case, tune):
+        plan_decode(contexts, case.kv_heads, sms, capacity)
         begin = time.perf_counter()
-        plan = plan_decode(contexts, case.kv_heads, sms, items_per_sm=variant.items_per_sm, min_part=variant.min_part, capacity=capacity)
+        plan = plan_decode(contexts, case.kv_heads, sms, capacity)
         plan_us = (time.perf_counter() - begin) * 1e6
         workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
         workspace.load(plan)
         out = torch.full_like(q, float("nan"))
 
-        def call(layer: int, workspace: DecodeWorkspace = workspace, out: torch.Tensor = out, variant: DecodeVariant = variant) -> None:
+        def call(layer: int, workspace: DecodeWorkspace = workspace, out: torch.Tensor = out, tuning: DecodeTuning = tuning) -> None:
             key, value = caches[layer]
-            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "tuning": variant.tuning}
+            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "tuning": tuning}
             paged_decode(q, key, value, table, workspace, out, **options)  # type: ignore[arg-type]
 
         call(0)
@@ -182,7 +170,7 @@ def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
                 "of_floor": round(floor / us, 4),
                 "error": error if np.isfinite(error) else None,
                 "plan_us": round(plan_us),
-                "tuning": vars(variant.tuning) | {"items_per_sm": variant.items_per_sm, "min_part": variant.min_part},
+                "tuning": vars(tuning),
             }
         )
     return sorted(results, key=lambda result: result["us"])  # type: ignore[arg-type, return-value]
@@ -317,8 +305,8 @@ def compile_all(tune: bool, only: str) -> None:
     for case in DECODE_CASES:
         if only not in f"decode {case.name}":
             continue
-        for variant in decode_variants(case, tune):
-            jobs[f"d{case.heads // case.kv_heads}{case.head_dim}{case.cache_dtype}{variant.tuning}"] = ("decode", (case, variant.tuning))
+        for decode in decode_variants(case, tune):
+            jobs[f"d{case.heads // case.kv_heads}{case.head_dim}{case.cache_dtype}{decode}"] = ("decode", (case, decode))
     for prefill in PREFILL_CASES:
         if only not in f"prefill {prefill.name}":
             continue
