@@ -86,7 +86,7 @@ def test_rope_cache(
     scales = torch.rand(2, kv_heads, device=device) + 0.5
     cos_sin = rope_table(500, rotary_dim, device)
 
-    q, k, v = qkv.double().split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+    q, k, v = torch.split(qkv.double(), [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = q.view(tokens, heads, head_dim), k.view(tokens, kv_heads, head_dim), v.view(tokens, kv_heads, head_dim)
     if norm:
         q = reference.OPS.rms_norm(q, weights[0].double(), 1e-6)

@@ -7,6 +7,8 @@ is read once. The work list comes from `decode_plan`. Softmax is online (Milakov
 A row that was cut into parts is put together again by the last of them (`split_softmax`).
 """
 
+# Kernels are traced, not run: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from dataclasses import dataclass
