@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +76,7 @@ DECODE_CASES = (
 )
 
 
-def graph_us(layers: list[Callable[[], object]], repeats: int = 7) -> float:
+def graph_us(layers: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median microseconds of one call, replaying all of them as one graph."""
     layers[0]()
     torch.cuda.synchronize()
