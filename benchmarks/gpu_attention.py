@@ -10,6 +10,7 @@ in serving. Prints a table and writes benchmarks/results/gpu_attention.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +67,7 @@ DECODE_CASES = (
     DecodeCase("8B 256x843", 256, 843, True, 32, 8),
     DecodeCase("0.6B 256x843", 256, 843, True, 16, 8),
     DecodeCase("8B 32x4096", 32, 4096, False, 32, 8),
+    DecodeCase("8B 128x843", 128, 843, True, 32, 8),
     DecodeCase("8B 64x843", 64, 843, True, 32, 8),
     DecodeCase("8B 1x8192", 1, 8192, False, 32, 8),
     DecodeCase("8B 1x1024", 1, 1024, False, 32, 8),
@@ -74,7 +76,7 @@ DECODE_CASES = (
 )
 
 
-def graph_us(layers: list[Callable[[], object]], repeats: int = 7) -> float:
+def graph_us(layers: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median microseconds of one call, replaying all of them as one graph."""
     layers[0]()
     torch.cuda.synchronize()
@@ -83,8 +85,8 @@ def graph_us(layers: list[Callable[[], object]], repeats: int = 7) -> float:
         for layer in layers:
             layer()
     graph.replay()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    times: list[float] = []
     for _ in range(repeats):
         begin.record()
         graph.replay()
@@ -120,26 +122,13 @@ def reference_row(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table
     return torch.einsum("hts,hsd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-@dataclass(frozen=True)
-class DecodeVariant:
-    tuning: DecodeTuning
-    items_per_sm: int
-    min_part: int
-
-
-def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeVariant]:
+def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeTuning]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     shipped = decode_tuning(case.head_dim, case.cache_dtype.itemsize, case.rows, case.kv_heads, sms, overlap=True)
     if not tune:
-        return [DecodeVariant(shipped, 2, 256)]
-    tunings = [replace(shipped, tile=t, warps=w, stages=s) for t, w, s in ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 4, 4))]
-    tunings.append(replace(shipped, overlap=False))
-    return [
-        DecodeVariant(tuning, items, part)
-        for tuning in tunings
-        for items in (1, 2, 4)
-        for part in ((128, 256) if case.rows == 1 else (256,))
-    ]
+        return [shipped]
+    grid = ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 4, 4), (128, 4, 2))
+    return [replace(shipped, tile=tile, warps=warps, stages=stages) for tile, warps, stages in grid] + [replace(shipped, overlap=False)]
 
 
 def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
@@ -155,20 +144,20 @@ def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
     results: list[dict[str, object]] = []
-    for variant in decode_variants(case, tune):
-        capacity = decode_capacity(case.rows, case.kv_heads, sms, items_per_sm=variant.items_per_sm)
-        plan_decode(contexts, case.kv_heads, sms, items_per_sm=variant.items_per_sm, min_part=variant.min_part, capacity=capacity)
+    capacity = decode_capacity(case.rows, case.kv_heads, sms)
+    for tuning in decode_variants(case, tune):
+        plan_decode(contexts, case.kv_heads, sms, capacity)
         begin = time.perf_counter()
-        plan = plan_decode(contexts, case.kv_heads, sms, items_per_sm=variant.items_per_sm, min_part=variant.min_part, capacity=capacity)
+        plan = plan_decode(contexts, case.kv_heads, sms, capacity)
         plan_us = (time.perf_counter() - begin) * 1e6
         workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
         workspace.load(plan)
         out = torch.full_like(q, float("nan"))
 
-        def call(layer: int, workspace: DecodeWorkspace = workspace, out: torch.Tensor = out, variant: DecodeVariant = variant) -> None:
+        def call(layer: int, workspace: DecodeWorkspace = workspace, out: torch.Tensor = out, tuning: DecodeTuning = tuning) -> None:
             key, value = caches[layer]
-            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "tuning": variant.tuning}
-            paged_decode(q, key, value, table, workspace, out, **options)  # type: ignore[arg-type]
+            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "tuning": tuning}
+            paged_decode(q, key, value, table, workspace, out, **options)
 
         call(0)
         error = float((out[checked].float() - expected).norm() / expected.norm())
@@ -182,7 +171,7 @@ def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
                 "of_floor": round(floor / us, 4),
                 "error": error if np.isfinite(error) else None,
                 "plan_us": round(plan_us),
-                "tuning": vars(variant.tuning) | {"items_per_sm": variant.items_per_sm, "min_part": variant.min_part},
+                "tuning": vars(tuning),
             }
         )
     return sorted(results, key=lambda result: result["us"])  # type: ignore[arg-type, return-value]
@@ -259,12 +248,12 @@ def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
             if gathered:
                 gather_cache(*caches[layer], table, chunks, gathered_cache)
                 options |= {"gathered": gathered_cache, "gathered_starts": gathered_starts}
-            paged_prefill(q, *caches[layer], table, items, workspace, out, **options)  # type: ignore[arg-type]
+            paged_prefill(q, *caches[layer], table, items, workspace, out, **options)
 
         try:
             call(0)
-        except triton.runtime.errors.OutOfResources as error:
-            print(f"{case.name} {tuning}: {error}", file=sys.stderr)
+        except triton.runtime.errors.OutOfResources as refusal:
+            print(f"{case.name} {tuning}: {refusal}", file=sys.stderr)
             continue
         error = float((out[skipped : case.counts[0]].float() - expected).norm() / expected.norm())
         us = graph_us([lambda: call(0), lambda: call(1)], repeats=5)
@@ -281,52 +270,56 @@ def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
     return sorted(results, key=lambda result: result["us"])  # type: ignore[arg-type, return-value]
 
 
-def compile_one(job: tuple[str, object]) -> None:
+def compile_decode(case: DecodeCase, tuning: DecodeTuning) -> None:
     """Fill Triton's disk cache from another process: a tiny launch of the same specialisation."""
-    kind, what = job
-    if kind == "decode":
-        case, tuning = what  # type: ignore[misc]
-        tiny = replace(case, rows=1, context=32, spread=False)
-        table, num_blocks = tables(tiny.contexts())
-        caches = [random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), case.cache_dtype) for _ in range(2)]
-        q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
-        capacity = decode_capacity(1, case.kv_heads, 16)
-        workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
-        scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
-        paged_decode(q, *caches, table, workspace, torch.empty_like(q), scale=1.0, k_scale=scales, v_scale=scales, tuning=tuning)
-    else:
-        case, tuning = what  # type: ignore[misc]
-        table, num_blocks = tables(np.array([32], dtype=np.int32))
-        caches = [random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), torch.bfloat16) for _ in range(2)]
-        q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
-        workspace = PrefillWorkspace.allocate(case.kv_heads, case.head_dim, 8, DEVICE, max_rows=256)
-        plan = plan_prefill(np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32), 0, 16, case.kv_heads, 8)
-        try:
-            items = prefill_items(plan, DEVICE)
-            paged_prefill(q, *caches, table, items, workspace, torch.empty_like(q), scale=1.0, tuning=tuning)
-            gathered = GatheredCache.allocate(case.kv_heads, 128, case.head_dim, torch.bfloat16, DEVICE)
-            zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-            options = {"scale": 1.0, "tuning": tuning, "gathered": gathered, "gathered_starts": zero}
-            paged_prefill(q, *caches, table, items, workspace, torch.empty_like(q), **options)  # type: ignore[arg-type]
-        except triton.runtime.errors.OutOfResources:
-            return
+    table, num_blocks = tables(np.array([32], dtype=np.int32))
+    key, value = (random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), case.cache_dtype) for _ in range(2))
+    q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    workspace = DecodeWorkspace.allocate(decode_capacity(1, case.kv_heads, 16), case.heads, case.kv_heads, case.head_dim, DEVICE)
+    scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
+    paged_decode(q, key, value, table, workspace, torch.empty_like(q), scale=1.0, k_scale=scales, v_scale=scales, tuning=tuning)
+
+
+def compile_prefill(case: PrefillCase, tuning: PrefillTuning, gathers: bool) -> None:
+    """As `compile_decode`."""
+    table, num_blocks = tables(np.array([32], dtype=np.int32))
+    key, value = (random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), torch.bfloat16) for _ in range(2))
+    q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    workspace = PrefillWorkspace.allocate(case.kv_heads, case.head_dim, 8, DEVICE, max_rows=256)
+    one = np.ones(1, dtype=np.int32)
+    items = prefill_items(plan_prefill(one - 1, one, 0, 16, case.kv_heads, 8), DEVICE)
+    gathered = GatheredCache.allocate(case.kv_heads, 128, case.head_dim, torch.bfloat16, DEVICE) if gathers else None
+    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE) if gathers else None
+    with contextlib.suppress(triton.runtime.errors.OutOfResources):
+        paged_prefill(
+            q,
+            key,
+            value,
+            table,
+            items,
+            workspace,
+            torch.empty_like(q),
+            scale=1.0,
+            tuning=tuning,
+            gathered=gathered,
+            gathered_starts=starts,
+        )
 
 
 def compile_all(tune: bool, only: str) -> None:
-    jobs: dict[str, tuple[str, object]] = {}
+    """Compile in parallel what the cases will launch."""
+    jobs: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {}
     for case in DECODE_CASES:
-        if only not in f"decode {case.name}":
-            continue
-        for variant in decode_variants(case, tune):
-            jobs[f"d{case.heads // case.kv_heads}{case.head_dim}{case.cache_dtype}{variant.tuning}"] = ("decode", (case, variant.tuning))
+        if only in f"decode {case.name}":
+            for decode in decode_variants(case, tune):
+                jobs[f"d {case.heads // case.kv_heads} {case.cache_dtype} {decode}"] = (compile_decode, (case, decode))
     for prefill in PREFILL_CASES:
-        if only not in f"prefill {prefill.name}":
-            continue
-        for tuning, _ in prefill_variants(prefill, tune):
-            jobs[f"p{prefill.heads // prefill.kv_heads}{tuning}"] = ("prefill", (prefill, tuning))
-    workers = min(len(jobs), max(1, (os.cpu_count() or 2) - 1))
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(compile_one, jobs.values(), chunksize=1)
+        if only in f"prefill {prefill.name}":
+            for tuning, gathers in prefill_variants(prefill, tune):
+                jobs[f"p {prefill.heads // prefill.kv_heads} {tuning} {gathers}"] = (compile_prefill, (prefill, tuning, gathers))
+    with multiprocessing.get_context("spawn").Pool(min(len(jobs), max(1, (os.cpu_count() or 2) - 1))) as pool:
+        for job in [pool.apply_async(call, arguments) for call, arguments in jobs.values()]:
+            job.get()
 
 
 def main() -> None:
@@ -339,10 +332,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs an NVIDIA GPU.")
     torch.manual_seed(0)
-    if args.tune:
-        begin = time.perf_counter()
-        compile_all(True, args.only)
-        print(f"compiled in {time.perf_counter() - begin:.0f} s")
+    compile_all(args.tune, args.only)
     results: list[dict[str, object]] = []
     for case in DECODE_CASES:
         if args.only in f"decode {case.name}":

@@ -59,51 +59,58 @@ def check_cover(plan: DecodePlan, lens: list[int], window: int | None, alignment
 )
 def test_every_token_is_covered_once(lens: list[int], kv_heads: int, window: int | None, invariant: bool) -> None:
     contexts = np.array(lens, dtype=np.int32)
-    alignment = INVARIANT_SPLIT if invariant else 16
-    plan = plan_decode(contexts, kv_heads, 132, sliding_window=window, batch_invariant=invariant)
-    check_cover(plan, lens, window, alignment)
     capacity = invariant_capacity(len(lens), sum(lens)) if invariant else decode_capacity(len(lens), kv_heads, 132)
-    fixed = plan_decode(contexts, kv_heads, 132, sliding_window=window, batch_invariant=invariant, capacity=capacity)
-    assert fixed.items.shape[0] == capacity.items
-    check_cover(fixed, lens, window, alignment)
+    plan = plan_decode(contexts, kv_heads, 132, capacity, sliding_window=window)
+    assert plan.items.shape[0] == capacity.items
+    check_cover(plan, lens, window, INVARIANT_SPLIT if invariant else 16)
 
 
 @given(lens=st.lists(st.integers(1, 20000), min_size=1, max_size=300))
 def test_no_item_is_much_longer_than_its_share(lens: list[int]) -> None:
-    plan = plan_decode(np.array(lens, dtype=np.int32), 8, 132, items_per_sm=4)
+    capacity = decode_capacity(len(lens), 8, 132)
+    plan = plan_decode(np.array(lens, dtype=np.int32), 8, 132, capacity)
     sizes = plan.items[: plan.num_items, HI] - plan.items[: plan.num_items, LO]
-    assert sizes.max() <= max(256, -(-sum(lens) // (132 * 4 // 8))) * 4 // 3 + 15
+    assert sizes.max() <= max(256, -(-sum(lens) // capacity.cuts)) * 4 // 3 + 15
 
 
 def test_longest_first_and_every_other_round_backwards() -> None:
     lens = np.random.default_rng(0).permutation(np.arange(64) * 16 + 600).astype(np.int32)
-    plan = plan_decode(lens, 8, 128)
+    plan = plan_decode(lens, 8, 128, decode_capacity(64, 8, 128))
     assert plan.num_items == 64
-    rounds = (plan.items[:, HI] - plan.items[:, LO]).reshape(4, 16)
+    rounds = (plan.items[:64, HI] - plan.items[:64, LO]).reshape(4, 16)
     assert (rounds[:-1].min(axis=1) > rounds[1:].max(axis=1)).all()
     assert (np.diff(rounds, axis=1) * np.array([[1], [-1], [1], [-1]]) < 0).all()
     assert len(set(rounds.sum(axis=0).tolist())) == 1, "every SM gets as much"
 
 
 def test_one_long_row_reaches_every_sm() -> None:
-    plan = plan_decode(np.array([8192], dtype=np.int32), 8, 132)
+    plan = plan_decode(np.array([8192], dtype=np.int32), 8, 132, decode_capacity(1, 8, 132))
     assert plan.num_items * 8 >= 132
 
 
+def test_one_long_row_among_short_ones_is_cut() -> None:
+    lens = np.array([500] * 31 + [30000], dtype=np.int32)
+    plan = plan_decode(lens, 8, 132, decode_capacity(32, 8, 132))
+    assert (plan.items[:, ROW] == 31).sum() >= 8
+    assert plan.num_items - (plan.items[: plan.num_items, ROW] == 31).sum() == 31, "the short ones stay whole"
+
+
 def test_invariant_cuts_depend_on_the_row_alone() -> None:
-    alone = plan_decode(np.array([3000], dtype=np.int32), 8, 132, batch_invariant=True)
-    mixed = plan_decode(np.array([70, 3000, 9000, 12], dtype=np.int32), 8, 132, batch_invariant=True)
+    capacity = invariant_capacity(4, 20000)
+    alone = plan_decode(np.array([3000], dtype=np.int32), 8, 132, capacity)
+    mixed = plan_decode(np.array([70, 3000, 9000, 12], dtype=np.int32), 8, 132, capacity)
     cuts = sorted((item[LO], item[HI]) for item in alone.items if item[HI] > 0)
     assert sorted((item[LO], item[HI]) for item in mixed.items if item[HI] > 0 and item[ROW] == 1) == cuts
     assert all(lo % INVARIANT_SPLIT == 0 for lo, _ in cuts)
 
 
 def test_padding_rows_get_no_work() -> None:
-    plan = plan_decode(np.array([0, 100, 0], dtype=np.int32), 8, 132)
-    assert plan.items[:, ROW].tolist() == [1]
-    assert plan_decode(np.zeros(4, dtype=np.int32), 8, 132).num_items == 0
+    capacity = decode_capacity(4, 8, 132)
+    plan = plan_decode(np.array([0, 100, 0], dtype=np.int32), 8, 132, capacity)
+    assert plan.items[: plan.num_items, ROW].tolist() == [1]
+    assert plan_decode(np.zeros(4, dtype=np.int32), 8, 132, capacity).num_items == 0
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
     with pytest.raises(ValueError, match="does not fit a capacity"):
-        plan_decode(np.array([50] * 200, dtype=np.int32), 8, 132, capacity=decode_capacity(2, 8, 132))
+        plan_decode(np.array([50] * 200, dtype=np.int32), 8, 132, decode_capacity(2, 8, 132))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.triton.decode_plan import DecodeCapacity, decode_capacity, plan_decode
+from octavo.ops.triton.decode_plan import decode_capacity, invariant_capacity, plan_decode
 from octavo.ops.triton.paged_decode import DecodeWorkspace, decode_tuning, paged_decode
 
 from .paged import PagedCase, attention_reference, paged_case, relative_error
@@ -23,18 +23,21 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     invariant: bool = False,
-    capacity: DecodeCapacity | None = None,
-    min_part: int = 32,
+    max_rows: int | None = None,
     launches: int = 1,
 ) -> torch.Tensor:
     rows, heads, head_dim = case.q.shape
     kv_heads = case.key_cache.shape[1]
     contexts = np.array(case.starts, dtype=np.int32) + 1
-    plan = plan_decode(contexts, kv_heads, SMS, sliding_window=window, batch_invariant=invariant, min_part=min_part, capacity=capacity)
+    max_rows = max_rows or rows
+    capacity = invariant_capacity(max_rows, int(contexts.sum())) if invariant else decode_capacity(max_rows, kv_heads, SMS)
+    plan = plan_decode(contexts, kv_heads, SMS, capacity, sliding_window=window, min_part=32)
     workspace = DecodeWorkspace.allocate(plan.capacity, heads, kv_heads, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
-    tuning = decode_tuning(head_dim, case.key_cache.element_size(), rows, kv_heads, SMS, overlap=case.q.is_cuda)
+    tuning = decode_tuning(
+        head_dim, case.key_cache.element_size(), max_rows, kv_heads, SMS, overlap=case.q.is_cuda, batch_invariant=invariant
+    )
     for _ in range(launches):
         paged_decode(
             case.q,
@@ -58,10 +61,15 @@ def decode_case(contexts: list[int], heads: int, kv_heads: int, head_dim: int, d
     return paged_case([n - 1 for n in contexts], [1] * len(contexts), heads, kv_heads, head_dim, device=device, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (2, 2, 96), (8, 2, 128), (4, 2, 256), (9, 3, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (2, 1, 96), (4, 1, 128), (2, 1, 256), (3, 1, 64)])
 def test_matches_float64(heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
-    case = decode_case([1, 17, 300, 64, 129], heads, kv_heads, head_dim, device)
-    assert relative_error(run(case, launches=2), attention_reference(case, scale=head_dim**-0.5)) < 8e-3
+    case = decode_case([1, 17, 260, 64], heads, kv_heads, head_dim, device)
+    assert relative_error(run(case), attention_reference(case, scale=head_dim**-0.5)) < 8e-3
+
+
+def test_a_second_launch_finds_the_workspace_ready(device: torch.device) -> None:
+    case = decode_case([300, 20], 4, 2, 64, device)
+    assert torch.equal(run(case, launches=2), run(case))
 
 
 def test_float16(device: torch.device) -> None:
@@ -100,12 +108,12 @@ def test_rows_of_a_fused_projection(device: torch.device) -> None:
 
 def test_graph_capacity_leaves_padding_rows_alone(device: torch.device) -> None:
     case = decode_case([40, 500], 4, 2, 64, device)
-    out = run(case, capacity=decode_capacity(8, 2, SMS))
+    out = run(case, max_rows=8)
     assert relative_error(out, attention_reference(case, scale=0.125)) < 8e-3
 
 
 def test_batch_invariant_rows_keep_their_bits(device: torch.device) -> None:
-    case = decode_case([700, 90, 1100], 4, 2, 64, device)
+    case = decode_case([600, 90, 1030], 2, 1, 64, device)
     together = run(case, invariant=True)
     for row in range(3):
         alone = PagedCase(
@@ -118,7 +126,7 @@ def test_batch_invariant_rows_keep_their_bits(device: torch.device) -> None:
             case.keys[row : row + 1],
             case.values[row : row + 1],
         )
-        assert torch.equal(run(alone, invariant=True)[0], together[row])
+        assert torch.equal(run(alone, invariant=True, max_rows=1 + 40 * row)[0], together[row])
 
 
 @pytest.mark.gpu
@@ -127,6 +135,6 @@ def test_large_batches_on_the_gpu(cache_dtype: torch.dtype, device: torch.device
     contexts = torch.randint(1, 3000, (200,)).tolist()
     case = decode_case(contexts, 32, 8, 128, device, cache_dtype=cache_dtype)
     scales = torch.ones(1, device=device) if cache_dtype != torch.bfloat16 else None
-    first = run(case, k_scale=scales, v_scale=scales, launches=3, min_part=64)
+    first = run(case, k_scale=scales, v_scale=scales, launches=3)
     assert relative_error(first, attention_reference(case, scale=128**-0.5)) < 8e-3
-    assert torch.equal(first, run(case, k_scale=scales, v_scale=scales, min_part=64))
+    assert torch.equal(first, run(case, k_scale=scales, v_scale=scales))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +47,7 @@ def test_every_query_meets_its_keys_once(rows: list[tuple[int, int]], tokens_per
         assert first[COUNT] <= tokens_per_tile
         assert pieces[-1][HI] == position + first[COUNT]
         assert first[LO] <= (0 if window is None else max(0, position - window + 1))
-        for left, right in zip(pieces, pieces[1:], strict=False):
+        for left, right in itertools.pairwise(pieces):
             assert left[HI] == right[LO]
         assert all(piece[HI] > piece[LO] and piece[NUM_PARTS] == len(pieces) for piece in pieces)
         if len(pieces) > 1:

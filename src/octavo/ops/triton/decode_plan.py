@@ -38,6 +38,8 @@ class DecodeCapacity:
     items: int
     parts: int
     """Places for partial results."""
+    cuts: int
+    """Shares that all rows' work is divided into; a row longer than its share is cut. 0: batch-invariant, cut at fixed places."""
 
 
 @dataclass(frozen=True)
@@ -49,50 +51,51 @@ class DecodePlan:
     num_parts: int
 
 
-def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int, *, items_per_sm: int = 2) -> DecodeCapacity:
+def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int) -> DecodeCapacity:
     """Enough for any plan (not batch-invariant) of up to `max_rows` rows, whatever their lengths."""
-    cuts = max(1, sm_count * items_per_sm // num_kv_heads)
-    return DecodeCapacity(items=max_rows + cuts, parts=min(max_rows, cuts) + cuts)
+    blocks = max_rows * num_kv_heads
+    # Two shares an SM balance uneven rows. But where the rows alone make one or two thread blocks an SM, empty ones beyond
+    # what the GPU holds at once disturb how the hardware spreads the real ones: 5% slower at 32 equal rows.
+    per_sm = 1 if sm_count < blocks <= 2 * sm_count else 2
+    cuts = max(1, sm_count * per_sm // num_kv_heads)
+    return DecodeCapacity(items=max_rows + cuts, parts=min(max_rows, cuts) + cuts, cuts=cuts)
 
 
 def invariant_capacity(max_rows: int, max_total_tokens: int) -> DecodeCapacity:
     """Enough for any batch-invariant plan of up to `max_rows` rows that hold `max_total_tokens` tokens together."""
     items = max_rows + max_total_tokens // INVARIANT_SPLIT
-    return DecodeCapacity(items=items, parts=items)
+    return DecodeCapacity(items=items, parts=items, cuts=0)
 
 
 def plan_decode(
     context_lens: Int32,
     num_kv_heads: int,
     sm_count: int,
+    capacity: DecodeCapacity,
     *,
     sliding_window: int | None = None,
-    batch_invariant: bool = False,
-    items_per_sm: int = 2,
     min_part: int = 256,
-    capacity: DecodeCapacity | None = None,
 ) -> DecodePlan:
     """Cut the rows' contexts into items.
 
     Args:
         context_lens: [rows] tokens each row attends to, its own included; 0 is a padding row that gets no work.
+        capacity: sizes the plan must have, from `decode_capacity`, or from `invariant_capacity` to cut each row by its own
+            length alone, so that a row's bits never depend on its batch mates.
         sliding_window: rows attend to their last `sliding_window` tokens only.
-        batch_invariant: cut each row by its own length alone, so that a row's bits never depend on its batch mates.
-        items_per_sm: rows longer than 1 / (sm_count * items_per_sm) of all work are cut.
         min_part: tokens under which cutting a context further costs more than it gains.
-        capacity: sizes the plan must have, for a captured graph. Default: what this batch needs.
 
     Raises:
         ValueError: the plan does not fit `capacity`.
     """
+    batch_invariant = capacity.cuts == 0
     lens = context_lens.astype(np.int64)
     alignment = INVARIANT_SPLIT if batch_invariant else _ALIGNMENT
     begins = np.zeros_like(lens)
     if sliding_window is not None:
         begins = np.maximum(lens - sliding_window, 0) // alignment * alignment
     need = lens - begins
-    cuts = max(1, sm_count * items_per_sm // num_kv_heads)
-    share = INVARIANT_SPLIT if batch_invariant else max(min_part, -(-int(need.sum()) // cuts))
+    share = INVARIANT_SPLIT if batch_invariant else max(min_part, -(-int(need.sum()) // capacity.cuts))
     # A row a little longer than its share stays whole: the parts of a row cost more than an uneven end.
     slack = 0 if batch_invariant else share // 3
     if len(need) and int(need.max()) > share + slack:
@@ -115,8 +118,6 @@ def plan_decode(
         num_parts_of, num_parts = np.ones(len(row), dtype=np.int64), 0
 
     num_items = len(row)
-    if capacity is None:
-        capacity = DecodeCapacity(items=max(1, num_items), parts=max(1, num_parts))
     if num_items > capacity.items or num_parts > capacity.parts:
         raise ValueError(
             f"A decode plan of {num_items} items and {num_parts} parts does not fit a capacity of {capacity.items} and "

@@ -1,5 +1,7 @@
 """Gated activations: activation(gate) * up, one pass over memory."""
 
+# Kernels are traced, not run: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import torch

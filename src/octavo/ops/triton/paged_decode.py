@@ -7,6 +7,8 @@ is read once. The work list comes from `decode_plan`. Softmax is online (Milakov
 A row that was cut into parts is put together again by the last of them (`split_softmax`).
 """
 
+# Kernels are traced, not run: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -37,18 +39,29 @@ class DecodeTuning:
 
 
 def decode_tuning(
-    head_dim: int, cache_itemsize: int, rows: int, num_kv_heads: int, sm_count: int, *, overlap: bool = False
+    head_dim: int,
+    cache_itemsize: int,
+    max_rows: int,
+    num_kv_heads: int,
+    sm_count: int,
+    *,
+    overlap: bool = False,
+    batch_invariant: bool = False,
 ) -> DecodeTuning:
-    """Measured on one H200 (benchmarks/gpu_attention.py)."""
-    row_bytes = triton.next_power_of_2(head_dim) * cache_itemsize
-    if row_bytes > 256:
+    """Measured on one H200 (benchmarks/gpu_attention.py).
+
+    Args:
+        batch_invariant: nothing that changes a rounding may depend on `max_rows`.
+    """
+    if triton.next_power_of_2(head_dim) * cache_itemsize > 256:
         return DecodeTuning(tile=32, warps=4, stages=2, overlap=overlap)
-    if cache_itemsize == 1:
+    blocks = max_rows * num_kv_heads
+    crowded = blocks > 3 * sm_count
+    if crowded and cache_itemsize == 1 and not batch_invariant:
         return DecodeTuning(tile=64, warps=2, stages=2, overlap=overlap)
-    crowded = rows * num_kv_heads > 3 * sm_count
-    return DecodeTuning(
-        tile=64, warps=4, stages=2 if crowded else 3, combine=16384 if rows * num_kv_heads < sm_count else 4096, overlap=overlap
-    )
+    # A crowded SM has enough loads in flight from many thread blocks; an emptier one needs deeper pipelines.
+    combine = 16384 if blocks < sm_count and not batch_invariant else 4096
+    return DecodeTuning(tile=64, warps=4, stages=2 if crowded else 3, combine=combine, overlap=overlap)
 
 
 @dataclass(frozen=True)

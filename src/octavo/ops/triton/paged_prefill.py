@@ -6,6 +6,8 @@ FlashAttention-2 (Dao 2023), in base 2. The order of additions along the keys do
 unless the plan cuts keys into parts, which it does only where queries are too few to fill the GPU.
 """
 
+# Kernels are traced, not run: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ Q is rotated where it lies. K goes, rotated, to the cache and optionally back; V
 and saturated on the way in.
 """
 
+# Kernels are traced, not run: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import torch
@@ -191,4 +193,4 @@ def rope_cache(
             KEEP_KEYS=keep_keys,
             num_warps=1,
         )
-    return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+    return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)

@@ -1,0 +1,161 @@
+"""x @ W.T for few rows: W streams through once at memory bandwidth, which a decode step is bound by.
+
+Every thread block takes a strip of output columns, and where there are too few strips to fill the GPU, a range of the inner
+dimension (split-K). The parts of a strip are added up by the last to arrive, in a fixed order: deterministic, in one launch.
+The bits of a row do not depend on the other rows, nor on how many there are up to 16 (one tensor-core shape).
+"""
+
+# Kernels are traced, not run: their arguments have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.ops.triton.split_softmax import arrived_last
+
+MAX_ROWS = 64
+_MIN_DOT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class SkinnyTuning:
+    columns: int
+    """Output columns of a strip."""
+    inner: int
+    """Inner elements a loop iteration."""
+    split: int
+    """Parts of the inner dimension."""
+    warps: int
+    stages: int
+
+
+def skinny_tuning(rows: int, columns: int, inner: int, sm_count: int) -> SkinnyTuning:
+    """A shape's tuning, measured on one H200 (benchmarks/gpu_matmul.py)."""
+    strip = 32 if columns <= 64 * 2 * sm_count else 64
+    strips = -(-columns // strip)
+    split = 1
+    while strips * split < 2 * sm_count and inner // (split * 2) >= 1024:
+        split *= 2
+    return SkinnyTuning(columns=strip, inner=256 if strip == 32 else 128, split=split, warps=4, stages=4)
+
+
+@dataclass(frozen=True)
+class SkinnyWorkspace:
+    """Parts of split products, one in use a stream at a time."""
+
+    parts: torch.Tensor
+    """[elements] float32."""
+    counters: torch.Tensor
+    """[strips] int32, zero between launches."""
+
+    @classmethod
+    def allocate(cls, max_elements: int, max_strips: int, device: torch.device) -> SkinnyWorkspace:
+        """max_elements: the largest split * MAX_ROWS * columns."""
+        return cls(
+            parts=torch.empty(max_elements, dtype=torch.float32, device=device),
+            counters=torch.zeros(max_strips, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    counters_ptr,
+    rows,
+    x_stride,
+    w_stride,
+    out_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    strip = tl.program_id(0)
+    part = tl.program_id(1)
+    m = tl.arange(0, ROWS)
+    n = strip * COLUMNS + tl.arange(0, COLUMNS)
+    share: tl.constexpr = ((K + SPLIT * INNER - 1) // (SPLIT * INNER)) * INNER
+    lo = part * share
+    hi = tl.minimum(lo + share, K)
+    x_rows = x_ptr + m.to(tl.int64)[:, None] * x_stride
+    w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
+    in_rows = (m < rows)[:, None]
+    in_columns = (n < N)[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k0 in tl.range(lo, hi, INNER, num_stages=STAGES):
+        k = k0 + tl.arange(0, INNER)[None, :]
+        if K % INNER == 0 and N % COLUMNS == 0:
+            w = tl.load(w_rows + k)
+        else:
+            w = tl.load(w_rows + k, mask=in_columns & (k < K), other=0.0)
+        x = tl.load(x_rows + k, mask=in_rows & (k < K), other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc)
+    out = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    stored = in_rows & (n < N)[None, :]
+    if SPLIT > 1:
+        place = parts_ptr + (strip * SPLIT * ROWS + m)[:, None].to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.store(place + part * (ROWS * COLUMNS), acc)
+        if arrived_last(counters_ptr + strip, SPLIT):
+            total = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for p in tl.static_range(SPLIT):
+                total += tl.load(place + p * (ROWS * COLUMNS), cache_modifier=".cg")
+            if BIAS:
+                total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def skinny_matmul(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, workspace: SkinnyWorkspace, tuning: SkinnyTuning
+) -> torch.Tensor:
+    """x @ weight.T + bias, float32 sums.
+
+    Args:
+        x: [rows, in_features], rows <= MAX_ROWS.
+        weight: [out_features, in_features], bf16 or fp16, as x.
+        bias: [out_features]
+
+    Returns:
+        [rows, out_features] in x's dtype.
+    """
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    padded = max(_MIN_DOT_ROWS, triton.next_power_of_2(rows))
+    _skinny_kernel[(triton.cdiv(columns, tuning.columns), tuning.split)](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        workspace.parts,
+        workspace.counters,
+        rows,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        N=columns,
+        K=inner,
+        ROWS=padded,
+        COLUMNS=tuning.columns,
+        INNER=tuning.inner,
+        SPLIT=tuning.split,
+        STAGES=tuning.stages,
+        BIAS=bias is not None,
+        num_warps=tuning.warps,
+    )
+    return out
