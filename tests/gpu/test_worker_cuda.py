@@ -71,7 +71,7 @@ def test_sampler_gives_the_same_tokens_and_logprobs() -> None:
         table = torch.zeros(len(wishes), 32, dtype=torch.int32)
         for i, t in enumerate(tokens):
             table[i, : len(t)] = torch.tensor(t)
-        sampled = Sampler(state, table.to(device)).sample(logits.to(device), slots, lengths).to_host()
+        sampled = Sampler(state, table.to(device)).sample(logits.clone().to(device), slots, lengths).to_host()
         torch.cuda.synchronize()
         results.append(sampled)
     cpu, gpu = results
