@@ -77,6 +77,7 @@ class InFlight:
     """Block -> slot that reads or writes it."""
     sources: set[int]
     slots: set[int]
+    sampled: set[int]
 
 
 @dataclass
@@ -131,6 +132,7 @@ class FakeWorker:
                 blocks,
                 set(plan.copy_src.tolist()),
                 set(plan.slots.tolist()),
+                set(plan.slots[plan.sample].tolist()),
             )
         )
         if len(self._queue) > self.inflight + 1:
@@ -175,8 +177,8 @@ class FakeWorker:
                 self._violation(f"slot {init.slot} is reused while a step in flight names it")
         for slot in starts:
             known = self.slots.get(slot)
-            if known and known.init.sampling.structured_outputs and any(slot in flight.slots for flight in self._queue):
-                self._violation(f"slot {slot} must not have two steps in flight")
+            if known and known.init.sampling.structured_outputs and any(slot in flight.sampled for flight in self._queue):
+                self._violation(f"slot {slot} goes on before its last token has been seen")
         for flight in self._queue:
             if taken := fresh & (set(flight.blocks) | flight.sources):
                 self._violation(f"blocks {sorted(taken)} are reused while step {flight.step} is in flight")

@@ -71,8 +71,12 @@ class Batch:
     def num_running(self) -> int:
         return int(np.count_nonzero(self.running))
 
-    def seat(self, request: Request, computed: int, reserve: int, most: int) -> int:
-        """Give `request` a free slot, `computed` of its tokens being in its block table already.
+    def seat(self, request: Request, computed: int, settled: int, reserve: int, most: int) -> int:
+        """Give `request` a free slot.
+
+        Args:
+            computed: tokens that need not be computed any more.
+            settled: those of them whose KV exists now; a block that its first step copies does not.
 
         Returns:
             The slot.
@@ -85,7 +89,7 @@ class Batch:
         request.slot = slot
         self.running[slot] = self.live[slot] = True
         self.known[slot] = self.total[slot] = len(request.tokens)
-        self.scheduled[slot] = self.settled[slot] = computed
+        self.scheduled[slot], self.settled[slot] = computed, settled
         self.limit[slot] = request.limit
         self.stop_from[slot] = request.num_prompt + request.sampling.min_tokens
         stops = request.stop_token_ids

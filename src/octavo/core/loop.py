@@ -116,14 +116,14 @@ class EngineCore:
         self._flights.append(Flight(plan, now))
 
     def _never_ran(self, plan: StepPlan, error: Exception) -> None:
-        before = plan.step_id - 1
+        """What was to wait for this step waits for the newest one that is in flight instead, or for nothing."""
+        fence = self._flights[-1].plan.step_id if self._flights else self.life.settled_step
         last = self.batch.last_step
-        last[last == plan.step_id] = before
-        self.kv.lower_fence(plan.step_id, before)
+        last[last == plan.step_id] = fence
+        self.kv.lower_fence(plan.step_id, fence)
         self.batch.announce_again(plan.free_slots)
         self.settler.fail_step(plan, f"The engine failed while computing this request: {error}.")
-        if not self._flights:
-            self.life.settle(plan.step_id)
+        self.life.settle(self.life.settled_step)
 
     def _settle(self) -> list[TokenDelta]:
         flight = self._flights.popleft()

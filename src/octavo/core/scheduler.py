@@ -275,13 +275,14 @@ class Scheduler:
         count = self._chunk(request, budget, start, known - start)
         if count <= 0:
             return False
-        slot = batch.seat(request, start, reserve, most)
+        shared = len(match.blocks) * kv.block_size
+        slot = batch.seat(request, start, shared, reserve, most)
         kv.attach(slot, match)
         fits = len(match.blocks) + kv.available - int(match.tail_block != NULL_BLOCK and kv.num_idle(match))
         if match.tail_block != NULL_BLOCK and fits <= len(match.blocks):
-            start = len(match.blocks) * kv.block_size
+            start = shared
             match = Match(match.blocks, match.chain, NULL_BLOCK, start, match.closed)
-            batch.scheduled[slot] = batch.settled[slot] = start
+            batch.scheduled[slot] = start
             fits = len(match.blocks) + kv.available
         count = min(count, fits * kv.block_size - start)
         if count <= 0:

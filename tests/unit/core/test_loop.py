@@ -103,6 +103,17 @@ def test_a_launch_that_failed_loses_no_freed_slot_and_no_pin() -> None:
     engine.check_idle()
 
 
+def test_two_lost_launches_behind_a_step_in_flight_leave_nothing() -> None:
+    worker = FakeWorker(max_num_seqs=4)
+    worker.fail_submit = lambda plan: plan.step_id in (1, 2)
+    engine = Engine(worker, inflight=2, budget=4)
+    for name in "ab":
+        engine.add(name, [ord(name), *PROMPT], max_tokens=2)
+    engine.run()
+    assert {s.reason for s in engine.seen.values()} == {FinishReason.ERROR}
+    engine.check_idle()
+
+
 def test_every_launch_failing_ends_everybody_and_nothing_else() -> None:
     worker = FakeWorker()
     worker.fail_submit = lambda plan: True
