@@ -297,6 +297,25 @@ async def test_a_crash_is_a_pause(llm: AsyncLLM) -> None:
     await idle(llm)
 
 
+async def test_siblings_and_logprobs_go_across_a_crash(llm: AsyncLLM) -> None:
+    params = SamplingParams(
+        n=3, max_tokens=30, logprobs=1, prompt_logprobs=1, output_kind=RequestOutputKind.FINAL_ONLY, stop_token_ids=token_ids("z")
+    )
+    stream = await llm.submit("slow", params)
+    await asyncio.sleep(0.15)
+    assert llm.engine_pid is not None
+    os.kill(llm.engine_pid, signal.SIGKILL)
+    final = await stream.final()
+    assert llm.restarts == 1
+    for completion in final.outputs:
+        assert (completion.text, completion.finish_reason) == ("abcde" * 6, "length")
+        assert completion.logprobs is not None
+        assert [next(iter(position)) for position in completion.logprobs] == completion.token_ids
+    assert final.prompt_logprobs is not None
+    assert len(final.prompt_logprobs) == len(stream.prompt_token_ids)
+    await idle(llm)
+
+
 @pytest.mark.parametrize("how", ["poison", "freeze"])
 async def test_the_guilty_request_fails_alone(llm: AsyncLLM, how: str) -> None:
     params = SamplingParams(max_tokens=100, output_kind=DELTA)
