@@ -181,16 +181,46 @@ def test_draining_is_bounded_and_a_second_signal_ends_it(long_checkpoint: Path, 
     with server_process(tmp_path, scripted_engine(long_checkpoint, tmp_path, SLOW), shutdown_timeout=timeout) as server:
         server.wait_ready()
         engine = server.children()
+        whole: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: whole.append(httpx.post(f"{server.url}/v1/completions", json=FOREVER, timeout=60)))
+        thread.start()
         with server.http.stream("POST", "/v1/completions", json={**FOREVER, "stream": True}) as response:
-            assert next(response.iter_raw())
+            chunks = response.iter_raw()  # kept: when it is collected, the connection closes
+            raw = next(chunks)
+            assert wait_until(lambda: server.metric("vllm:num_requests_running") == 2)
             for number in signals:
+                assert server.process.poll() is None
                 server.signal(number)
-                time.sleep(0.2)
-            began = time.monotonic()
-            assert server.wait() == 0
-            assert time.monotonic() - began < 10
+                time.sleep(0.3)
+            raw += b"".join(chunks)
+        began = time.monotonic()
+        assert server.wait() == 0, server.log
+        assert time.monotonic() - began < 10
+        thread.join(10)
         assert wait_until(lambda: all(gone(pid) for pid in engine))
-        assert "Traceback" not in server.log
+    # Both clients are told, and so is the log, without a traceback.
+    assert "shut down" in parse_events(raw.decode())[-1]["error"]["message"]
+    assert (whole[0].status_code, "shut down" in whole[0].json()["error"]["message"]) == (503, True)
+    assert "Traceback" not in server.log
+    assert "2 requests" in server.log
+
+
+def test_a_client_that_does_not_read_cannot_hold_up_the_end(long_checkpoint: Path, tmp_path: Path) -> None:
+    flood = {"default": [30], "rules": [{"tokens": [30], "cycle": True}]}
+    with server_process(tmp_path, scripted_engine(long_checkpoint, tmp_path, flood), shutdown_timeout=1) as server:
+        server.wait_ready()
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        sock.connect(("127.0.0.1", httpx.URL(server.url).port))
+        data = json.dumps({**FOREVER, "max_tokens": 4000, "n": 8, "stream": True, "logprobs": 5}).encode()
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        sock.sendall(f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        time.sleep(1)
+        server.signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.wait() == 0, server.log
+        assert time.monotonic() - began < 10
+        sock.close()
 
 
 def test_the_engine_dies_with_a_killed_server(long_checkpoint: Path, tmp_path: Path) -> None:

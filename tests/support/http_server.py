@@ -99,7 +99,7 @@ def running_server(
         sock.listen(128)
         llm = fake_async_llm(folder, **engine)
         app = build_app(llm, settings or ServerSettings(), served_model_names=served_model_names)
-        config = uvicorn.Config(app, log_config=None, lifespan="on", http="httptools", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, log_config=None, lifespan="off", http="httptools", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         port = sock.getsockname()[1]
         loop = asyncio.get_running_loop()

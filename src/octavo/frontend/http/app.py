@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -17,7 +15,6 @@ from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsL
 from octavo.frontend.http.routes import chat, completions, development, health, models, observe, tokens, unsupported
 from octavo.frontend.http.settings import ServerSettings
 from octavo.observe.metrics import Metrics
-from octavo.observe.throughput import log_throughput
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -33,21 +30,10 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
     metrics = _metrics(llm, names[0])
     context = ServerContext(llm, settings, names, metrics)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        reporter = asyncio.ensure_future(log_throughput(llm.stats, settings.log_stats_interval))
-        try:
-            yield
-        finally:
-            reporter.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reporter
-
     docs = not settings.disable_fastapi_docs
     app = FastAPI(
         title="Octavo",
         version=__version__,
-        lifespan=lifespan,
         docs_url="/docs" if docs else None,
         redoc_url="/redoc" if docs else None,
         openapi_url="/openapi.json" if docs else None,

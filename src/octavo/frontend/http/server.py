@@ -30,12 +30,15 @@ from octavo.frontend.client import Progress
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
+from octavo.observe.throughput import log_throughput
 
 logger = logging.getLogger("octavo.server")
 
 Report = Callable[[Any, Any, ServerSettings], None]
 """Shows what was started: (EngineReady, EngineConfig, ServerSettings)."""
 
+LAST_WORDS = 1.0
+"""Seconds for error replies to reach clients whose requests are ended."""
 ENGINE_STOP_TIMEOUT = 10.0
 """Seconds the engine process gets to end by itself; it is killed with this process anyway."""
 
@@ -54,6 +57,8 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
     if args.disable_log_stats:
         settings = dataclasses.replace(settings, log_stats_interval=0.0)
     with bound_socket(settings) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        if not settings.uds:
+            settings = dataclasses.replace(settings, port=sock.getsockname()[1])
         # Before the loop runs: this may download a model, and Ctrl-C must work meanwhile.
         llm = AsyncLLM.from_engine_args(args, progress=progress)
         runner.run(_main(llm, settings, sock, report or _default_report(), progress))
@@ -134,16 +139,16 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Signals:
-    """Counts SIGINT and SIGTERM: the first asks to stop, the second insists."""
+    """SIGINT and SIGTERM as steps: the first signal takes the first step, and so on; the last step repeats."""
 
-    def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
-        self._actions: list[Callable[[], None]] = [on_first, on_second, lambda: os._exit(1)]
-        self.received = 0
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        self._steps = list(steps)
 
     def __call__(self) -> None:
-        action = self._actions[min(self.received, len(self._actions) - 1)]
-        self.received += 1
-        action()
+        step = self._steps[0]
+        if len(self._steps) > 1:
+            del self._steps[0]
+        step()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -159,21 +164,8 @@ class _Signals:
 
 
 async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, report: Report, progress: Progress | None) -> None:
-    stop = asyncio.Event()
-    server: _Uvicorn | None = None
-    serving: asyncio.Task[None] | None = None
-
-    def first() -> None:
-        stop.set()
-        if server is not None:
-            logger.info("Stopping: running requests have %.0f s to finish (once more to stop now).", settings.shutdown_timeout)
-            server.should_exit = True
-
-    def second() -> None:
-        if serving is not None:
-            serving.cancel()
-
-    with _Signals(first, second).installed():
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    with _Signals(stop.set, stop_now.set, lambda: os._exit(1)).installed():
         try:
             # Only now: the engine loads while this process imports the web framework.
             from octavo.frontend.http.app import build_app
@@ -183,11 +175,33 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             server = _Uvicorn(_uvicorn_config(build_app(llm, settings, served_model_names=llm.args.served_model_name), settings))
             report(llm.ready_report, llm.config, settings)
             logger.info("Listening on %s", server_url(settings, sock))
-            serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
+            await _serve_until(stop, stop_now, server, sock, llm, settings)
         finally:
             await _end(llm)
+
+
+async def _serve_until(
+    stop: asyncio.Event, stop_now: asyncio.Event, server: _Uvicorn, sock: socket.socket, llm: AsyncLLM, settings: ServerSettings
+) -> None:
+    """Serves until `stop`; then lets requests finish until shutdown_timeout or `stop_now`; then fails the rest and returns."""
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    reporter = asyncio.ensure_future(log_throughput(llm.stats, settings.log_stats_interval))
+    stopping, insisting = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(stop_now.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        if live := llm.live_requests():
+            logger.info("Stopping: %d requests have %.0f s to finish (once more to stop now).", live, settings.shutdown_timeout)
+        await asyncio.wait({serving, insisting}, return_when=asyncio.FIRST_COMPLETED, timeout=settings.shutdown_timeout)
+        if not serving.done():
+            # Without an engine every stream ends with an error that says so, and its connection closes.
+            logger.info("Stopping now: %d requests are ended.", llm.live_requests())
+            await _end(llm)
+            await asyncio.wait({serving}, timeout=LAST_WORDS)
+        if serving.done():
+            serving.result()
+    finally:
+        await cancel(serving, reporter, stopping, insisting)
 
 
 async def _ready_before(stop: asyncio.Event, llm: AsyncLLM, progress: Progress | None) -> bool:
@@ -218,13 +232,11 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
             app,
             http="httptools",
             ws="none",
-            lifespan="on",
+            lifespan="off",
             log_config=None,
-            log_level=settings.uvicorn_log_level,
             access_log=not settings.disable_uvicorn_access_log,
             server_header=False,
             timeout_keep_alive=settings.timeout_keep_alive,
-            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
             ssl_ca_certs=settings.ssl_ca_certs,
