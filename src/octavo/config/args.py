@@ -39,8 +39,8 @@ def setting(
         "status": status,
     }
     if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)  # type: ignore[return-value]
-    return field(default=default, metadata=metadata)  # type: ignore[return-value]
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

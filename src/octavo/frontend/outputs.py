@@ -39,6 +39,8 @@ class CompletionOutput:
     lora_request: Any = None
     routed_experts: Any = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    error: str | None = None
+    """Why, when finish_reason is error."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -80,3 +82,25 @@ class BeamSearchOutput:
 
     def __iter__(self) -> Iterator[BeamSearchSequence]:
         return iter(self.sequences)
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """One request that has ended, for metrics and the request log."""
+
+    request_id: str
+    times: RequestTimes
+    """Monotonic seconds; times the engine never reached are 0.0."""
+    arrival_time: float
+    end_time: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    """All siblings together."""
+    finish_reasons: tuple[str, ...]
+    """One a sibling: stop, length, abort or error."""
+    n: int
+    max_tokens: int
+    token_gaps: tuple[float, ...]
+    """Seconds between consecutive deltas of a sequence (inter-token latency), all siblings together."""
+    error: str | None = None

@@ -1,0 +1,88 @@
+# make serve       a server with the bundled model on http://localhost:8000, from a fresh clone
+# make test        linters, type checks and tests
+# make help        everything else
+#
+# PORT=8001        another port;  MODEL=org/name  another model;  ARGS="--max-model-len 4k"  more flags of `octavo serve`
+
+PORT ?= 8000
+MODEL ?=
+ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+LLAMA_CPP_PYTHON ?=
+GPU_PYTHON ?= python3
+GPU_SITE := .gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help serve chat setup test lint format unit docs bench gpu-wheels gpu-test gpu-bench clean
+
+help:
+	@echo "make serve      serve the bundled model on port $(PORT) (PORT=, MODEL=, ARGS=)"
+	@echo "make chat       talk to it in the terminal"
+	@echo "make test       ruff, mypy and pytest"
+	@echo "make lint       ruff and mypy only; make format rewrites"
+	@echo "make docs       write docs/configuration.md from the code"
+	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=... adds llama.cpp)"
+	@echo "make gpu-test   GPU tests with the python3 that is there; make gpu-bench measures"
+	@echo "make clean      remove the environment and caches"
+
+# The stamps hold when the environment matches pyproject.toml, so that a second run starts at once.
+$(VENV)/.serve: pyproject.toml scripts/bootstrap.py
+	@python3 scripts/bootstrap.py --venv $(VENV)
+	@touch $@
+
+$(VENV)/.test: pyproject.toml scripts/bootstrap.py
+	@python3 scripts/bootstrap.py --venv $(VENV) --extra test
+	@touch $@ $(VENV)/.serve
+
+setup: $(VENV)/.serve
+	@$(BIN)/octavo models pull
+
+# exec: signals reach the server itself, not a shell in between.
+serve: setup
+	@exec $(BIN)/octavo serve $(MODEL) --port $(PORT) $(ARGS)
+
+chat: setup
+	@exec $(BIN)/octavo chat $(MODEL) $(ARGS)
+
+test: $(VENV)/.test
+	@$(BIN)/octavo models pull
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check src tests benchmarks compat scripts
+	$(BIN)/ruff format --check src tests benchmarks compat
+	$(BIN)/mypy --strict src
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix src tests benchmarks compat scripts
+	$(BIN)/ruff format src tests benchmarks compat
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+docs: $(VENV)/.serve
+	$(BIN)/python -m octavo.cli.docs
+
+bench: $(VENV)/.test
+	$(BIN)/octavo models pull
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/core_step.py
+	$(BIN)/python benchmarks/kv_waste.py
+	$(BIN)/python benchmarks/prefix_cache_ttft.py
+	LLAMA_CPP_PYTHON="$(LLAMA_CPP_PYTHON)" $(BIN)/python benchmarks/cpu_throughput.py
+
+# A GPU machine without network: fetch what it lacks beforehand, into a folder that travels with the tree.
+gpu-wheels: $(VENV)/.serve
+	$(BIN)/python -m pip install --quiet --upgrade --target $(GPU_SITE) --python-version 3.12 --only-binary=:all: --no-deps msgspec pyzmq gguf
+
+gpu-test:
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+
+gpu-bench:
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(GPU_SITE) build dist src/*.egg-info compat/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks compat -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""vLLM's home of the beam search results."""
+
+from octavo import BeamSearchOutput, BeamSearchSequence
+
+__all__ = ["BeamSearchOutput", "BeamSearchSequence"]

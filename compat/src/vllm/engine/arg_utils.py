@@ -1,0 +1,5 @@
+"""vLLM's home of EngineArgs."""
+
+from octavo import AsyncEngineArgs, EngineArgs
+
+__all__ = ["AsyncEngineArgs", "EngineArgs"]

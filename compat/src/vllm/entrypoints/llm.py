@@ -1,0 +1,5 @@
+"""vLLM's home of LLM."""
+
+from octavo import LLM
+
+__all__ = ["LLM"]

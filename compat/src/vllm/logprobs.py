@@ -1,0 +1,5 @@
+"""vLLM's home of Logprob."""
+
+from octavo import Logprob
+
+__all__ = ["Logprob"]

@@ -1,0 +1,5 @@
+"""vLLM's home of PoolingParams."""
+
+from octavo import PoolingParams
+
+__all__ = ["PoolingParams"]

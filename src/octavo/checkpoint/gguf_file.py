@@ -1,0 +1,324 @@
+"""The GGUF container (versions 2 and 3): metadata, tensor directory, and an HF-like config made from the metadata.
+
+Owns the byte layout of the container, nothing about tokenizers or about how quantised values are packed. The file is taken
+for hostile: every count, length and offset is checked against the bytes that are really there before anything is allocated,
+so a truncated or damaged file is a `CheckpointError` and never a crash.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from octavo.errors import CheckpointError, UnsupportedModel
+
+GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+"""Type id -> (name, values in a block, bytes of a block)."""
+
+_ARCHITECTURES: Final[Mapping[str, str]] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
+
+_SCALARS: Final[Mapping[int, str]] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Value type id -> `struct` code of one value."""
+_STRING: Final = 8
+_ARRAY: Final = 9
+_MAX_NESTING: Final = 4
+_MAX_DIMS: Final = 4
+_MAX_NAME: Final = 65535
+_MAX_STRING: Final = 2**26
+_MAX_ARRAY: Final = 2**22
+"""Sixteen times the largest vocabulary: a damaged count is refused before gigabytes of "values" are made."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where one tensor's bytes are."""
+
+    name: str
+    type: str
+    """Name of the ggml type: F32, Q4_1, ..."""
+    shape: tuple[int, ...]
+    """Outermost dimension first, as numpy and torch have it (the file has it the other way round)."""
+    offset: int
+    """Of the first byte, from the start of the file."""
+    nbytes: int
+    """As stored, that is packed."""
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A parsed header. Holds no open file: tensor bytes are read from `path` by whoever needs them."""
+
+    metadata: dict[str, Any]
+    """Numbers, bools, strings and lists of them. Bytes that are no UTF-8 inside a string value become U+FFFD."""
+    tensors: dict[str, GgufTensor]
+    data_offset: int
+    path: str
+
+
+class _Cursor:
+    """Reads forward through the header; every read checks the end of the file first."""
+
+    def __init__(self, data: mmap.mmap, path: str) -> None:
+        self.data = data
+        self.size = len(data)
+        self.pos = 0
+        self.path = path
+        self.where = "the header"
+
+    def fail(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: not a sound GGUF file: {self.where} {problem}. Download or convert it again.")
+
+    def need(self, count: int) -> None:
+        if count > self.size - self.pos:
+            raise self.fail(f"needs {count} bytes at offset {self.pos}, but the file ends at {self.size} (truncated?)")
+
+    def u32(self) -> int:
+        self.need(4)
+        self.pos += 4
+        return int.from_bytes(self.data[self.pos - 4 : self.pos], "little")
+
+    def u64(self) -> int:
+        self.need(8)
+        self.pos += 8
+        return int.from_bytes(self.data[self.pos - 8 : self.pos], "little")
+
+    def name(self) -> str:
+        length = self.u64()
+        if length > _MAX_NAME:
+            raise self.fail(f"has a name of {length} bytes")
+        self.need(length)
+        self.pos += length
+        try:
+            return self.data[self.pos - length : self.pos].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fail("has a name that is not UTF-8") from None
+
+    def strings(self, count: int) -> list[str]:
+        """`count` length-prefixed strings. The one hot loop here: vocabularies and merges have 50k to 300k entries."""
+        data, size, pos = self.data, self.size, self.pos
+        length_at = struct.Struct("<Q").unpack_from
+        out: list[str] = []
+        for _ in range(count):
+            start = pos + 8
+            if start > size or (length := length_at(data, pos)[0]) > min(size - start, _MAX_STRING):
+                raise self.fail(f"has a string at offset {pos} that reaches past the end of the file (truncated?)")
+            end = start + length
+            out.append(data[start:end].decode("utf-8", "replace"))
+            pos = end
+        self.pos = pos
+        return out
+
+    def scalars(self, kind: int, count: int) -> list[Any]:
+        layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
+        self.need(layout.size)
+        self.pos += layout.size
+        return list(layout.unpack_from(self.data, self.pos - layout.size))
+
+    def values(self, kind: int, count: int, depth: int = 0) -> list[Any]:
+        if count > _MAX_ARRAY:
+            raise self.fail(f"has an array of {count} values")
+        if kind in _SCALARS:
+            return self.scalars(kind, count)
+        if kind == _STRING:
+            self.need(8 * count)
+            return self.strings(count)
+        if kind == _ARRAY and depth < _MAX_NESTING:
+            self.need(12 * count)
+            return [self.values(self.u32(), self.u64(), depth + 1) for _ in range(count)]
+        raise self.fail(f"has a value of unknown type {kind}")
+
+
+def read_gguf(path: str) -> GgufFile:
+    """Parse the header of a GGUF file: milliseconds for a 49k vocabulary, tensor data is not touched.
+
+    Raises:
+        CheckpointError: unreadable, not GGUF, truncated or damaged; the message names the file and the place.
+    """
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(_Cursor(data, path))
+    except (OSError, ValueError) as e:  # ValueError: mmap of an empty file
+        raise CheckpointError(f"{path}: cannot be read as a GGUF file: {e}") from None
+
+
+def _parse(cursor: _Cursor) -> GgufFile:
+    cursor.need(4)
+    if cursor.data[:4] != b"GGUF":
+        raise CheckpointError(f"{cursor.path}: not a GGUF file (it starts with {cursor.data[:4]!r}, not b'GGUF').")
+    cursor.pos = 4
+    version = cursor.u32()
+    if version not in (2, 3):
+        hint = " It is big-endian." if version in (2 << 24, 3 << 24) else ""
+        raise CheckpointError(f"{cursor.path}: GGUF version {version} cannot be read, only little-endian 2 and 3.{hint}")
+    num_tensors, num_values = cursor.u64(), cursor.u64()
+    # The smallest entries: an empty key with a one-byte value, a nameless tensor of one dimension.
+    cursor.need(num_values * 13 + num_tensors * 32)
+
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        cursor.where = "the metadata"
+        key = cursor.name()
+        cursor.where = f"the metadata key {key!r}"
+        if key in metadata:
+            raise cursor.fail("appears twice")
+        metadata[key] = cursor.values(cursor.u32(), 1)[0]
+
+    directory = [_tensor_info(cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        raise cursor.fail(f"has general.alignment {alignment!r}, which is no power of two")
+    data_offset = -(-cursor.pos // alignment) * alignment
+    return GgufFile(metadata, _place_tensors(cursor, directory, alignment, data_offset), data_offset, cursor.path)
+
+
+def _tensor_info(cursor: _Cursor) -> GgufTensor:
+    """One directory entry; its offset still counts from the start of the data."""
+    cursor.where = "the tensor directory"
+    name = cursor.name()
+    cursor.where = f"tensor {name!r}"
+    num_dims = cursor.u32()
+    if not 1 <= num_dims <= _MAX_DIMS:
+        raise cursor.fail(f"has {num_dims} dimensions (1 to {_MAX_DIMS} are allowed)")
+    dims = [cursor.u64() for _ in range(num_dims)]
+    kind, offset = cursor.u32(), cursor.u64()
+    if kind not in GGML_TYPES:
+        raise cursor.fail(f"has the unknown type {kind}")
+    type_name, block_values, block_bytes = GGML_TYPES[kind]
+    if min(dims) < 1 or dims[0] % block_values:
+        raise cursor.fail(f"has dimensions {dims}, which {type_name} (blocks of {block_values}) cannot hold")
+    return GgufTensor(name, type_name, tuple(reversed(dims)), offset, math.prod(dims) // block_values * block_bytes)
+
+
+def _place_tensors(cursor: _Cursor, directory: list[GgufTensor], alignment: int, data_offset: int) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    end_of_previous = 0
+    for info in sorted(directory, key=lambda t: t.offset):
+        cursor.where = f"tensor {info.name!r}"
+        if info.name in tensors:
+            raise cursor.fail("appears twice")
+        if info.offset % alignment or info.offset < end_of_previous:
+            raise cursor.fail(f"has the offset {info.offset}, which is not aligned to {alignment} or overlaps another tensor")
+        end_of_previous = info.offset + info.nbytes
+        if data_offset + end_of_previous > cursor.size:
+            raise cursor.fail(f"ends at byte {data_offset + end_of_previous}, but the file has {cursor.size} (truncated?)")
+        tensors[info.name] = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset, info.nbytes)
+    return tensors
+
+
+def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor] | None = None) -> dict[str, Any]:
+    """The config.json that this model would have as a Hugging Face checkpoint, as far as the metadata tells.
+
+    Args:
+        tensors: the directory, when at hand: a model without `output.weight` shares its embedding with the head, one with
+            attention biases has `attention_bias`. Without it the usual case of the architecture is assumed (the loader looks
+            at the tensors in any case).
+
+    Raises:
+        UnsupportedModel: an architecture without a translation, or a mixture of experts.
+        CheckpointError: a required key is missing or has the wrong type.
+    """
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
+        raise UnsupportedModel(f"GGUF architecture {arch!r} is not supported. Supported: {', '.join(sorted(_ARCHITECTURES))}.")
+    if metadata.get(f"{arch}.expert_count", 0):
+        raise UnsupportedModel(f"GGUF architecture {arch!r} with {metadata[f'{arch}.expert_count']} experts is not supported.")
+
+    def number(key: str, kind: type[int] | type[float], default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        if value is default and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise CheckpointError(f"GGUF metadata: {arch}.{key} must be a non-negative number, got {value!r}.")
+        return kind(value)
+
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    heads = number("attention.head_count", int)
+    hidden = number("embedding_length", int)
+    if heads < 1:
+        raise CheckpointError(f"GGUF metadata: {arch}.attention.head_count must be at least 1, got {heads}.")
+    head_dim = number("attention.key_length", int, number("rope.dimension_count", int, hidden // heads))
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length", int),
+        "num_hidden_layers": number("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": number("context_length", int),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", float),
+        "vocab_size": number("vocab_size", int, len(tokens) if isinstance(tokens, list) else None),
+        "rope_parameters": _rope_parameters(metadata, arch, number),
+        "attention_bias": arch == "qwen2" or (tensors is not None and "blk.0.attn_q.bias" in tensors),
+        "tie_word_embeddings": tensors is not None and "output.weight" not in tensors,
+    }
+    return config | _special_ids(metadata)
+
+
+def _rope_parameters(metadata: Mapping[str, Any], arch: str, number: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": number("rope.freq_base", float, 10000.0), "rope_type": "default"}
+    kind = metadata.get(f"{arch}.rope.scaling.type", "linear" if f"{arch}.rope.scale_linear" in metadata else "none")
+    if kind not in ("linear", "yarn"):  # llama3 factors come as the tensor rope_freqs.weight
+        return rope
+    rope |= {"rope_type": kind, "factor": number("rope.scaling.factor", float, number("rope.scale_linear", float, 1.0))}
+    if original := metadata.get(f"{arch}.rope.scaling.original_context_length"):
+        rope["original_max_position_embeddings"] = original
+    return rope
+
+
+def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """bos, eos and pad ids. An end-of-turn token of its own ends a reply as EOS does."""
+    ids: dict[str, Any] = {}
+    for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        if isinstance(value := metadata.get(f"tokenizer.ggml.{key}_token_id"), int):
+            ids[name] = value
+    eot = metadata.get("tokenizer.ggml.eot_token_id")
+    if isinstance(eot, int) and "eos_token_id" in ids and eot != ids["eos_token_id"]:
+        ids["eos_token_id"] = [ids["eos_token_id"], eot]
+    return ids

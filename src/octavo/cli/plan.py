@@ -1,0 +1,124 @@
+"""`octavo plan`: what fits, from a model's config and an amount of memory, without loading anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.cli.flags import choice, positive_int
+from octavo.cli.parser import CommandParser, Namespace
+from octavo.config.sizes import format_bytes, parse_size
+from octavo.errors import ConfigError, UnsupportedModel
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.5625}
+"""Bytes a weight; int4 with a half-precision scale and offset for each group of 64."""
+_CACHE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
+
+
+def configure(parser: CommandParser) -> None:
+    parser.usage = "octavo plan [MODEL] --memory SIZE [flags]"
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="A folder, .gguf file, hub name or config.json; nothing is the bundled model."
+    )
+    parser.add_argument("--memory", type=_memory, metavar="SIZE", help="Memory of the GPU (24G), or of the host. Default: of this machine.")
+    parser.add_argument(
+        "--dtype", type=choice(tuple(_BYTES)), metavar="TYPE", help="Weights. Default: as stored, half precision if unknown."
+    )
+    parser.add_argument("--kv-cache-dtype", type=choice(tuple(_CACHE_BYTES)), metavar="TYPE", help="Cache. Default: bfloat16.")
+    parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="Longest request, tokens. Default: the model's own.")
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="Fraction to use. Default: 0.9.")
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model takes."""
+
+    parameters: int
+    cache_values_per_token: int
+    """Numbers kept in the KV cache for each token, over all layers."""
+    max_len: int
+
+
+def run(options: Namespace) -> int:
+    from octavo.checkpoint.resolve import resolve_checkpoint
+
+    checkpoint = resolve_checkpoint(getattr(options, "model", ""))
+    needs = model_needs(checkpoint.hf_config)
+    stored = sum(Path(f).stat().st_size for f in checkpoint.weight_files)
+    dtype = getattr(options, "dtype", None)
+    weights = round(needs.parameters * _BYTES[dtype]) if dtype else stored or needs.parameters * 2
+    memory = getattr(options, "memory", None) or _this_machine()
+    usable = memory * getattr(options, "gpu_memory_utilization", 0.9)
+    # Activations of the largest step: a few hundred MiB for small models, about a twentieth of the weights for large ones.
+    activations = max(256 * 2**20, weights // 20)
+    per_token = needs.cache_values_per_token * _CACHE_BYTES[getattr(options, "kv_cache_dtype", "bfloat16")]
+    length = getattr(options, "max_model_len", needs.max_len)
+    tokens = int((usable - weights - activations) // per_token)
+    rows = [
+        ("model", f"{checkpoint.name}, about {needs.parameters / 1e9:.2f} billion parameters"),
+        ("memory", f"{format_bytes(memory)}, of which {format_bytes(usable)} are used"),
+        ("weights", format_bytes(weights) + ("" if dtype or not stored else " (as stored)")),
+        ("activations", f"about {format_bytes(activations)}"),
+        ("cache for a token", format_bytes(per_token)),
+    ]
+    fits = tokens >= length
+    if tokens <= 0:
+        short = weights + activations + length * per_token - usable
+        rows.append(("fits", f"no: {format_bytes(short)} more are needed for one request of {length:,} tokens"))
+    else:
+        rows.append(("fits", f"{tokens:,} tokens: {tokens // length:,} x {length:,}, or {tokens // 1000:,} x 1,000"))
+        if not fits:
+            rows.append(("", f"the longest request that fits is {tokens:,} tokens: --max-model-len {tokens}"))
+    from octavo.cli.bench.results import print_table
+
+    print_table("octavo plan (estimates; the server measures)", rows)
+    return int(tokens <= 0)
+
+
+def _this_machine() -> int:
+    from octavo.config.device import detect_device
+
+    return detect_device().total_bytes
+
+
+def model_needs(config: Mapping[str, Any]) -> Needs:
+    """Parameters and cache of a decoder, from its config.
+
+    Raises:
+        UnsupportedModel: the config does not describe a decoder.
+    """
+    config = config.get("text_config") or config
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        if default is None:
+            raise UnsupportedModel(f"The model's config has no {names[0]}, so its size cannot be told.")
+        return default
+
+    hidden, layers = number("hidden_size", "n_embd"), number("num_hidden_layers", "n_layer")
+    heads = number("num_attention_heads", "n_head")
+    kv_heads, head_dim = number("num_key_value_heads", default=heads), number("head_dim", default=hidden // heads)
+    inner, vocab = number("intermediate_size", "n_inner", default=4 * hidden), number("vocab_size")
+    experts = number("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    if experts > 1:
+        inner = number("moe_intermediate_size", default=inner)
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * hidden * inner * (experts + number("n_shared_experts", default=0) if experts > 1 else 1)
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    rank = config.get("kv_lora_rank")
+    cached = number("kv_lora_rank") + number("qk_rope_head_dim") if rank else 2 * kv_heads * head_dim
+    length = number("max_position_embeddings", "n_positions", default=2048)
+    return Needs(layers * (attention + mlp) + embeddings, layers * cached, length)

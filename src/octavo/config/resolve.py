@@ -1,0 +1,250 @@
+"""The one pure function from user settings, model config and device to the frozen `EngineConfig`. Every default is here.
+
+Nothing here touches files, the environment or the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.config.args import EngineArgs
+from octavo.config.sizes import parse_size
+from octavo.config.types import (
+    CacheConfig,
+    DeviceInfo,
+    DTypeName,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ReliabilityConfig,
+    SchedulerConfig,
+)
+from octavo.errors import CheckpointError, ConfigError, NotYet, UnsupportedModel
+
+_DTYPES: dict[str, DTypeName] = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+_BIG_GPU = 70 * 2**30
+_MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
+
+
+def resolve(
+    args: EngineArgs,
+    *,
+    path: str,
+    name: str,
+    hf_config: Mapping[str, Any],
+    eos_token_ids: tuple[int, ...],
+    device: DeviceInfo,
+) -> EngineConfig:
+    """The configuration that these settings mean for this model on this device.
+
+    Args:
+        path: local folder or .gguf file of the model. name: what the user called it.
+        hf_config: config.json, or its equivalent made from GGUF metadata.
+
+    Raises:
+        ConfigError: a value is out of range or of the wrong kind; the message names the setting.
+        NotYet: a setting asks for something Octavo does not do yet.
+        CheckpointError, UnsupportedModel: the model's own config cannot be used.
+    """
+    warnings = _check(args)
+    model = _model(args, path, name, hf_config, eos_token_ids, device, warnings)
+    scheduler = _scheduler(args, model, device, warnings)
+    return EngineConfig(
+        model=model,
+        cache=_cache(args, model),
+        scheduler=scheduler,
+        device=device,
+        parallel=ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size),
+        reliability=ReliabilityConfig(args.engine_restarts, args.engine_hang_timeout, args.debug_scripted_model),
+        enforce_eager=args.enforce_eager,
+        warnings=tuple(warnings),
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check(args: EngineArgs) -> list[str]:
+    """Refuse what is not done yet, note what is ignored, check choices."""
+    warnings = []
+    for f in dataclasses.fields(args):
+        value, meta = getattr(args, f.name), f.metadata
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if meta["status"] == "not yet" and value != default:
+            raise NotYet(f"{_flag(f.name)} {value}: Octavo does not do this yet. Leave it at its default ({default}).")
+        if meta["status"] == "ignored" and value != default:
+            warnings.append(f"{_flag(f.name)} has no effect here. {meta['help']}")
+        if meta["choices"] and value is not None and value not in meta["choices"]:
+            near = difflib.get_close_matches(str(value), meta["choices"], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{_flag(f.name)} {value!r} is not one of {', '.join(meta['choices'])}.{hint}")
+    if args.distributed_executor_backend in ("mp", "ray"):
+        warnings.append(f"--distributed-executor-backend {args.distributed_executor_backend} has no effect with one GPU: steps run inline.")
+    return warnings
+
+
+def _whole(args: EngineArgs, name: str, minimum: int = 1, maximum: int | None = None) -> int | None:
+    """The whole number in a setting (8k and 8K are understood where sizes are), or None."""
+    value = getattr(args, name)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = parse_size(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{_flag(name)} must be a whole number, got {value!r}.")
+    if value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ConfigError(f"{_flag(name)} must be {allowed}, got {value}.")
+    return value
+
+
+def _positive(args: EngineArgs, name: str, maximum: float = math.inf) -> float | None:
+    value = getattr(args, name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= maximum:
+        allowed = "greater than 0" if maximum == math.inf else f"greater than 0 and at most {maximum:g}"
+        raise ConfigError(f"{_flag(name)} must be {allowed}, got {value!r}.")
+    return float(value)
+
+
+def _model(
+    args: EngineArgs,
+    path: str,
+    name: str,
+    hf_config: Mapping[str, Any],
+    eos_token_ids: tuple[int, ...],
+    device: DeviceInfo,
+    warnings: list[str],
+) -> ModelConfig:
+    architectures = hf_config.get("architectures")
+    if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
+        raise UnsupportedModel(f"{name}: its config names no architecture ('architectures'), so Octavo cannot tell how to run it.")
+    if hf_config.get("quantization_config"):
+        method = dict(hf_config["quantization_config"]).get("quant_method", "unknown")
+        raise NotYet(f"{name}: its weights are quantised ({method}), which Octavo does not read yet. Use an unquantised copy.")
+    vocab_size = hf_config.get("vocab_size")
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise CheckpointError(f"{name}: its config has no usable vocab_size (found {vocab_size!r}).")
+    limit = _context_limit(hf_config, name)
+    auto = args.max_model_len in ("auto", -1)
+    asked = None if auto else _whole(args, "max_model_len")
+    if asked is not None and asked > limit:
+        warnings.append(f"--max-model-len {asked} is beyond what the model was made for: running with {limit}.")
+    max_logprobs = _whole(args, "max_logprobs", minimum=-1)
+    seed = _whole(args, "seed", minimum=-(2**63), maximum=2**63 - 1)
+    assert max_logprobs is not None and seed is not None
+    return ModelConfig(
+        path=path,
+        name=name,
+        hf_config=dict(hf_config),
+        architecture=architectures[0],
+        dtype=_dtype(args, hf_config, device, warnings),
+        max_model_len=min(limit, asked or limit),
+        auto_max_model_len=auto,
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(t for t in eos_token_ids if 0 <= t < vocab_size),
+        load_format=args.load_format,
+        seed=seed,
+        max_logprobs=max_logprobs,
+        logprobs_mode=args.logprobs_mode,
+    )
+
+
+def _context_limit(hf_config: Mapping[str, Any], name: str) -> int:
+    """The longest sequence the model was made for, in tokens, with its rope scaling."""
+    limit = next((hf_config[k] for k in _MAX_LEN_KEYS if hf_config.get(k) is not None), 2048)
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise CheckpointError(f"{name}: its config has an unusable context length ({limit!r}).")
+    scaling = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"{name}: its config has an unusable rope_scaling ({scaling!r}).")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    factor = scaling.get("factor")
+    if isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor > 1:
+        # yarn's own config gives the length before scaling; where it does not, max_position_embeddings is already the scaled one.
+        if kind == "yarn" and isinstance(scaling.get("original_max_position_embeddings"), int):
+            return int(scaling["original_max_position_embeddings"] * factor)
+        if kind in ("linear", "dynamic"):
+            return int(limit * factor)
+    return limit
+
+
+def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, warnings: list[str]) -> DTypeName:
+    if args.dtype != "auto":
+        dtype = _DTYPES[args.dtype]
+    elif device.kind == "cpu":
+        return "float32"
+    else:
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16").removeprefix("torch.")
+        dtype = "bfloat16" if stored == "bfloat16" else "float16"
+    if dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
+        if args.dtype != "auto":
+            raise ConfigError(f"{device.name} cannot compute in bfloat16. Use --dtype float16.")
+        warnings.append(f"{device.name} cannot compute in bfloat16: using float16.")
+        return "float16"
+    return dtype
+
+
+def _cache(args: EngineArgs, model: ModelConfig) -> CacheConfig:
+    block_size = _whole(args, "block_size", maximum=256)
+    utilization = _positive(args, "gpu_memory_utilization", maximum=1.0)
+    assert block_size is not None and utilization is not None
+    memory = _whole(args, "kv_cache_memory_bytes")
+    if memory is None and (gib := _positive(args, "cpu_kvcache_space")) is not None:
+        memory = int(gib * 2**30)
+    return CacheConfig(
+        block_size=block_size,
+        memory_utilization=utilization,
+        memory_bytes=memory,
+        num_blocks_override=_whole(args, "num_gpu_blocks_override", minimum=2),
+        dtype=model.dtype if args.kv_cache_dtype == "auto" else _DTYPES[args.kv_cache_dtype],
+        prefix_caching=args.enable_prefix_caching,
+    )
+
+
+def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> SchedulerConfig:
+    gpu = device.kind == "cuda"
+    big = gpu and device.total_bytes >= _BIG_GPU
+    seqs = _whole(args, "max_num_seqs") or (1024 if big else 256 if gpu else 64)
+    budget = _whole(args, "max_num_batched_tokens") or (16384 if big else 8192 if gpu else 2048)
+    if not args.enable_chunked_prefill and budget < model.max_model_len:
+        if args.max_num_batched_tokens is not None:
+            raise ConfigError(
+                f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least the context length "
+                f"({model.max_model_len}), got {budget}. Raise it, lower --max-model-len, or leave chunked prefill on."
+            )
+        budget = model.max_model_len
+    if seqs > budget:
+        warnings.append(f"--max-num-seqs {seqs} is more than the token budget of a step: running with {budget}.")
+        seqs = budget
+    target = _positive(args, "target_step_ms")
+    threshold = _whole(args, "long_prefill_token_threshold", minimum=0)
+    max_waiting = _whole(args, "max_waiting")
+    assert threshold is not None and max_waiting is not None
+    if _whole(args, "engine_restarts", minimum=0) is None or _positive(args, "engine_hang_timeout") is None:
+        raise ConfigError("--engine-restarts and --engine-hang-timeout need a value.")
+    policy = args.scheduling_policy
+    assert policy in ("fcfs", "priority", "fair")
+    overlap = gpu if args.async_scheduling is None else args.async_scheduling
+    return SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        chunked_prefill=args.enable_chunked_prefill,
+        policy=policy,  # type: ignore[arg-type]
+        target_step_ms=target if target is not None else (None if gpu else 250.0),
+        long_prefill_token_threshold=threshold,
+        max_waiting=max_waiting,
+        inflight=1 if overlap else 0,
+    )

@@ -1,0 +1,209 @@
+"""The engine process: one engine core behind two ZMQ sockets.
+
+Started by a frontend as `python -m octavo.engine.process`, with an `EngineBoot` on standard input. It owns nothing that outlives
+it: when the parent dies, when standard input closes or on SIGTERM it ends, and the frontend can always start another one and
+send the live requests again. The loop blocks only when the core has nothing to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from octavo.config.types import EngineConfig
+from octavo.errors import OctavoError
+from octavo.protocol.boot import EngineBoot
+from octavo.protocol.engine import (
+    AbortRequests,
+    EngineFailed,
+    EngineProgress,
+    EngineReady,
+    FinishReason,
+    FromEngine,
+    NewRequest,
+    Ping,
+    Pong,
+    ReleaseHeld,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+    TokenDelta,
+)
+
+if TYPE_CHECKING:
+    from octavo.core.loop import EngineCore
+
+logger = logging.getLogger(__name__)
+
+Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[EngineCore, EngineReady]"]
+
+PR_SET_PDEATHSIG = 1
+LINGER_MS = 2000
+"""How long the last messages may take to leave when the process ends."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM. Not an Exception, so that no handler inside the loop swallows it."""
+
+
+class Mailbox:
+    """The two sockets, as messages."""
+
+    def __init__(self, boot: EngineBoot) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox = self._context.socket(zmq.PUSH)
+        for socket in (self._inbox, self._outbox):
+            # Unbounded: the frontend bounds what is live, and the loop must never block on a slow reader.
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+        self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
+        self._inbox.connect(boot.inbox)
+        self._outbox.connect(boot.outbox)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def receive(self, *, block: bool) -> ToEngine | None:
+        """The next message; None when there is none (or when it could not be read, which is logged)."""
+        try:
+            raw = self._inbox.recv(0 if block else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            message: ToEngine = self._decoder.decode(raw)
+        except msgspec.DecodeError as e:
+            logger.error("Ignoring a message that cannot be read: %s", e)
+            self._refuse(raw, str(e))
+            return self.receive(block=False)
+        return message
+
+    def _refuse(self, raw: bytes, why: str) -> None:
+        """If the unreadable message was a request, end it: its sender would wait forever otherwise."""
+        with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError, AttributeError):
+            data: dict[str, Any] = msgspec.msgpack.decode(raw)
+            if data["type"] == "new":
+                n = data["sampling"].get("n", 1)
+                self.send(StepOutputs(deltas=_failed(data["request_id"], data.get("index", 0), n, f"Bad request message: {why}")))
+
+    def close(self) -> None:
+        self._context.destroy()
+
+
+def _failed(request_id: str, index: int, n: int, why: str) -> list[TokenDelta]:
+    return [TokenDelta(request_id, i, [], finish_reason=FinishReason.ERROR, error=why) for i in range(index, index + n)]
+
+
+def serve(engine: EngineCore, mailbox: Mailbox) -> None:
+    """Turn the loop until `Shutdown`."""
+    while True:
+        message = mailbox.receive(block=not engine.has_work())
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return
+            _handle(engine, mailbox, message)
+            message = mailbox.receive(block=False)
+        if engine.has_work():
+            outputs = engine.step()
+            if outputs.stats is None:
+                outputs.stats = engine.stats()
+            mailbox.send(outputs)
+
+
+def _handle(engine: EngineCore, mailbox: Mailbox, message: ToEngine) -> None:
+    if isinstance(message, NewRequest):
+        try:
+            engine.add(message)
+        except Exception as e:
+            logger.exception("Request %s could not be added", message.request_id)
+            mailbox.send(StepOutputs(deltas=_failed(message.request_id, message.index, message.sampling.n, str(e))))
+    elif isinstance(message, AbortRequests):
+        engine.abort(message)
+    elif isinstance(message, ReleaseHeld):
+        engine.release(message)
+    elif isinstance(message, ResetPrefixCache):
+        mailbox.send(Pong(message.call_id, engine.stats(), result=engine.reset_prefix_cache()))
+    elif isinstance(message, Ping):
+        mailbox.send(Pong(message.call_id, engine.stats()))
+
+
+def _die_with_parent(with_thread: bool) -> None:
+    """No orphan, ever: a closed pipe ends us; and so does the kernel, even when native code holds the interpreter.
+
+    The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main thread.
+    """
+    if with_thread and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)  # not sys.exit: whatever the main thread is doing, nobody waits for it any more
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Terminated
+
+
+def _load_builder(name: str) -> Builder:
+    module, function = name.split(":")
+    builder: Builder = getattr(importlib.import_module(module), function)
+    return builder
+
+
+def main() -> int:
+    """Exit code 0 after `Shutdown` or SIGTERM, 1 after a failure that has been reported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    boot: EngineBoot = pickle.load(sys.stdin.buffer)
+    _die_with_parent(boot.from_main_thread)
+    logging.basicConfig(level=boot.log_level, format="%(levelname)s engine: %(message)s")
+    mailbox = Mailbox(boot)
+    engine: EngineCore | None = None
+    try:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        build = _load_builder(boot.builder)
+        engine, ready = build(boot.config, lambda phase, done, total: mailbox.send(EngineProgress(phase, done, total)))
+        gc.collect()
+        gc.freeze()  # what is alive now lives as long as the process: later collections need not walk it
+        mailbox.send(msgspec.structs.replace(ready, pid=os.getpid()))
+        serve(engine, mailbox)
+    except _Terminated:
+        pass
+    except OctavoError as e:
+        mailbox.send(EngineFailed(str(e), kind=type(e).__name__))
+        return 1
+    except Exception as e:
+        logger.exception("The engine failed")
+        mailbox.send(EngineFailed(f"{type(e).__name__}: {e}"))
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if engine is not None:
+            engine.shutdown()
+        mailbox.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

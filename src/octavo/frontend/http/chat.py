@@ -1,0 +1,134 @@
+"""Builds replies of /v1/chat/completions: in one piece, or as chunks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from msgspec import UNSET
+
+from octavo.frontend.http.generation import Generation, UsageCounter
+from octavo.frontend.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from octavo.frontend.http.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    Message,
+    PromptLogprobs,
+)
+from octavo.frontend.http.sse import event
+from octavo.frontend.outputs import CompletionOutput, RequestOutput
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What one request wants its reply to look like."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    n: int
+    role: str
+    echo_text: str
+    """With `echo`: the last message, when it is the one being continued or has the replying role."""
+    prompt_text: str
+    prompt_token_ids: list[int]
+    top_logprobs: int | None
+    """None: no logprobs."""
+    names: TokenNames
+    prompt_logprobs: bool
+    return_token_ids: bool
+    return_prompt_text: bool
+    include_usage: bool
+    continuous_usage: bool
+    usage_details: bool
+
+
+class ChatWriter:
+    """One reply. `whole` or `stream`, once."""
+
+    def __init__(self, options: ChatOptions) -> None:
+        self._o = options
+        self._usage = UsageCounter(details=options.usage_details)
+
+    async def whole(self, generation: Generation) -> ChatCompletion:
+        """The reply in one piece: every output of the generation is a finished one."""
+        o = self._o
+        choices: dict[int, ChatChoice] = {}
+        scores: PromptLogprobs | None = None
+        async for number, output in generation.results():
+            self._usage.add(number, output)
+            scores = prompt_logprobs(output.prompt_logprobs)
+            for c in output.outputs:
+                message = Message(o.role, o.echo_text + c.text)
+                choice = ChatChoice(c.index, message, self._logprobs(c), c.finish_reason, c.stop_reason)
+                if o.return_token_ids:
+                    choice.token_ids = list(c.token_ids)
+                choices[c.index] = choice
+        return ChatCompletion(
+            o.id,
+            o.created,
+            o.model,
+            [choices[index] for index in sorted(choices)],
+            self._usage.usage(),
+            system_fingerprint=o.fingerprint,
+            prompt_logprobs=scores if o.prompt_logprobs else UNSET,
+            prompt_token_ids=o.prompt_token_ids if o.return_token_ids else UNSET,
+            prompt_text=o.prompt_text if o.return_prompt_text else UNSET,
+        )
+
+    async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """First the role of every choice, then what is new, then the totals if asked for."""
+        o = self._o
+        left, begun = o.n, False
+        async for number, output in generation.results():
+            self._usage.add(number, output)
+            if not begun:
+                begun = True
+                for chunk in self._opening():
+                    yield event(chunk)
+            for choice in self._news(output):
+                left -= choice.finish_reason is not None
+                chunk = self._chunk(choice)
+                if left == 0 and not o.include_usage:
+                    chunk.system_fingerprint = o.fingerprint
+                yield event(chunk)
+        if o.include_usage:
+            yield event(ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint))
+
+    def _opening(self) -> list[ChatChunk]:
+        o = self._o
+        chunks = [self._chunk(ChatChunkChoice(i, Delta(o.role, ""))) for i in range(o.n)]
+        if o.return_token_ids:
+            chunks[0].prompt_token_ids = o.prompt_token_ids
+        if o.echo_text:
+            chunks += [self._chunk(ChatChunkChoice(i, Delta(content=o.echo_text))) for i in range(o.n)]
+        return chunks
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        chunk = ChatChunk(self._o.id, self._o.created, self._o.model, [choice])
+        if self._o.continuous_usage:
+            chunk.usage = self._usage.usage()
+        return chunk
+
+    def _news(self, output: RequestOutput) -> list[ChatChunkChoice]:
+        choices = []
+        for c in output.outputs:
+            if not (c.token_ids or c.text or c.finish_reason is not None):
+                continue
+            choice = ChatChunkChoice(c.index, Delta(content=c.text), self._logprobs(c), c.finish_reason)
+            if c.finish_reason is not None:
+                choice.stop_reason = c.stop_reason
+            if self._o.return_token_ids:
+                choice.token_ids = list(c.token_ids)
+            choices.append(choice)
+        return choices
+
+    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+        if self._o.top_logprobs is None or output.logprobs is None:
+            return None
+        return chat_logprobs(self._o.names, output.token_ids, output.logprobs, self._o.top_logprobs)

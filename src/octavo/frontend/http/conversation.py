@@ -1,0 +1,113 @@
+"""From chat messages to a prompt: checks what a request may ask of the template, renders it, and turns it into token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import InvalidRequest, NotYet, OctavoError
+from octavo.frontend.http.errors import clip, short_repr
+from octavo.frontend.http.prompts import EncodedPrompt, encode_text
+from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
+"""Names in chat_template_kwargs that are fields of the request itself."""
+
+
+def check_tools(body: ChatRequest) -> None:
+    """Tools are shown to the model, whose answer comes back as text; what needs their calls to be parsed is not there yet.
+
+    Raises:
+        InvalidRequest, NotYet
+    """
+    choice = body.tool_choice
+    if body.tools is not None:
+        if not body.tools:
+            raise InvalidRequest("tools must not be an empty list; leave it out.", param="tools")
+        for tool in body.tools:
+            function = tool.get("function")
+            if tool.get("type", "function") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise InvalidRequest(
+                    f'Each of tools must be {{"type": "function", "function": {{"name": ...}}}}, got {short_repr(tool)}.', param="tools"
+                )
+    if choice is None or choice == "none":
+        return
+    if isinstance(choice, str) and choice not in ("auto", "required"):
+        raise InvalidRequest(
+            f"tool_choice must be none, auto, required or a named function, got {short_repr(choice)}.", param="tool_choice"
+        )
+    if body.tools is None:
+        raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type", "function") != "function" or not isinstance(name, str):
+            raise InvalidRequest('A named tool_choice is {"type": "function", "function": {"name": ...}}.', param="tool_choice")
+        if name not in [tool["function"]["name"] for tool in body.tools]:
+            raise InvalidRequest(f"tool_choice names {short_repr(name)}, which is not among tools.", param="tool_choice")
+    raise NotYet(
+        f"tool_choice {short_repr(choice)}: tool calls are not parsed yet. Leave tool_choice out: the model sees the tools and answers in text."
+    )
+
+
+async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_template: bool) -> EncodedPrompt:
+    """The conversation of `body` as text and token ids.
+
+    Raises:
+        InvalidRequest: the messages, or what the template says of them.
+    """
+    generation_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
+    if body.continue_final_message and generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt cannot both be true: set add_generation_prompt to false.",
+            param="continue_final_message",
+        )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if clash := sorted(RESERVED & kwargs.keys() - {"chat_template"}):
+        raise InvalidRequest(
+            f"chat_template_kwargs must not hold {', '.join(clash)}: use the request's own field.", param="chat_template_kwargs"
+        )
+    template = body.chat_template or kwargs.pop("chat_template", None)
+    if template is not None and not trust_template:
+        raise InvalidRequest(
+            "This server does not use chat templates from requests; it can be started with --trust-request-chat-template.",
+            param="chat_template",
+        )
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    if not body.messages:
+        raise InvalidRequest("messages must not be empty.", param="messages")
+    try:
+        text = llm.tokenizer.apply_chat_template(
+            body.messages,
+            tools=body.tools,
+            documents=body.documents,
+            add_generation_prompt=generation_prompt,
+            continue_final_message=bool(body.continue_final_message),
+            chat_template=template,
+            **kwargs,
+        )
+    except OctavoError:
+        raise
+    except Exception as e:
+        # A template is a program of the model's author: whatever it trips over is something in these messages.
+        raise InvalidRequest(
+            f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages"
+        ) from e
+    # A rendered template writes its own special tokens: none are added unless asked, and BOS never twice.
+    must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
+    ids = await encode_text(llm, text, add_special_tokens=bool(body.add_special_tokens), must_fit=must_fit)
+    if not ids:
+        raise InvalidRequest("These messages render to an empty prompt.", param="messages")
+    return EncodedPrompt(ids, text)
+
+
+def final_message(body: ChatRequest, role: str) -> str:
+    """The text of the last message if `role` wrote it: what `echo` repeats."""
+    last = body.messages[-1]
+    content: Any = last.get("content") if isinstance(last, dict) and last.get("role") == role else None
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,161 @@
+"""Errors as HTTP replies: `{"error": {"message", "type", "param", "code"}}` with a bounded message and never a stack trace.
+
+`code` is the HTTP status, unless the error has a machine-readable code of its own (context_length_exceeded).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from octavo.errors import EngineDead, InvalidRequest, ModelNotFound, NotYet, OctavoError, Overloaded
+
+logger = logging.getLogger("octavo.server")
+
+MAX_ERRORS = 10
+MAX_INPUT_CHARS = 200
+MAX_MESSAGE_CHARS = 3000
+
+INTERNAL_MESSAGE = "Something went wrong inside the server; its log says what. Other requests are not affected."
+
+
+class BadBody(OctavoError):
+    """The body of a request cannot be read at all: not JSON, not UTF-8, too large. `status` is 400, 413 or 415."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the reply began. Nobody reads the reply to this."""
+
+
+@dataclass(frozen=True)
+class ErrorReply:
+    """One error, ready for a status line, a JSON body or an event in a stream."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        error = {
+            "message": clip(self.message, MAX_MESSAGE_CHARS),
+            "type": self.type,
+            "param": self.param,
+            "code": self.status if self.code is None else self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
+
+def clip(text: str, limit: int) -> str:
+    """`text`, cut to `limit` characters, that can be encoded as UTF-8 (no lone surrogates)."""
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def describe(error: BaseException) -> ErrorReply:
+    """The reply to `error`. Anything unexpected becomes a plain 500; the caller logs it."""
+    match error:
+        case InvalidRequest():
+            return ErrorReply(400, "BadRequestError", str(error), error.param, error.code)
+        case ValidationError():
+            return _schema_error(error.errors(include_url=False, include_context=False))
+        case BadBody():
+            kind = "Bad Request" if error.status == 400 else HTTPStatus(error.status).phrase
+            return ErrorReply(error.status, kind, str(error), error.param)
+        case ModelNotFound():
+            return ErrorReply(404, "NotFoundError", str(error), "model")
+        case NotYet():
+            return ErrorReply(501, "NotImplementedError", str(error))
+        case Overloaded():
+            seconds = max(1, round(error.retry_after))
+            return ErrorReply(429, "RateLimitError", str(error), headers={"Retry-After": str(seconds)})
+        case EngineDead():
+            return ErrorReply(503, "ServiceUnavailableError", str(error) or "The engine is not running.")
+        case OctavoError():
+            return ErrorReply(500, "InternalServerError", str(error))
+        case HTTPException():
+            return ErrorReply(error.status_code, _http_type(error.status_code), str(error.detail), headers=dict(error.headers or {}))
+        case _:
+            return ErrorReply(500, "InternalServerError", INTERNAL_MESSAGE)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether `error` was raised on purpose, so that the log needs no traceback."""
+    return isinstance(error, OctavoError | ValidationError | HTTPException | ClientGone)
+
+
+def _http_type(status: int) -> str:
+    named = {400: "BadRequestError", 404: "NotFoundError", 422: "UnprocessableEntityError", 501: "NotImplementedError"}
+    return named.get(status) or HTTPStatus(status).phrase
+
+
+def _schema_error(errors: Sequence[Any]) -> ErrorReply:
+    """At most MAX_ERRORS of them, each input cut: a small bad body must not produce a huge reply."""
+    lines = []
+    for e in errors[:MAX_ERRORS]:
+        where = ".".join(str(part) for part in e["loc"])[:MAX_INPUT_CHARS]
+        message = clip(str(e["msg"]).removeprefix("Value error, "), MAX_INPUT_CHARS)
+        given = "" if e["type"] == "missing" else f" (got {short_repr(e['input'])})"
+        lines.append(f"{where or 'body'}: {message}{given}")
+    if len(errors) > MAX_ERRORS:
+        lines.append(f"and {len(errors) - MAX_ERRORS} more")
+    param = str(errors[0]["loc"][0])[:MAX_INPUT_CHARS] if errors and errors[0]["loc"] else None
+    return ErrorReply(400, "Bad Request", "; ".join(lines), param)
+
+
+def short_repr(value: Any) -> str:
+    """`repr(value)` cut to MAX_INPUT_CHARS, without first building the repr of a huge value."""
+    if isinstance(value, str | bytes) and len(value) > MAX_INPUT_CHARS:
+        value = value[:MAX_INPUT_CHARS]
+    elif isinstance(value, dict) and len(value) > 20:
+        return f"an object with {len(value)} entries"
+    elif isinstance(value, list) and len(value) > 20:
+        return f"a list of {len(value)} values"
+    try:
+        return clip(repr(value), MAX_INPUT_CHARS)
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of a route in our shape, the router's own 404 and 405 too. Unexpected ones: `middleware.ErrorBoundary`."""
+
+    async def on_expected(_request: Request, error: Exception) -> Response:
+        return describe(error).response()
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        reply = describe(error)
+        where = f"{request.method} {clip(request.url.path, MAX_INPUT_CHARS)}"
+        if error.status_code == 404:
+            reply = ErrorReply(404, "NotFoundError", f"There is no route {where}.")
+        elif error.status_code == 405:
+            reply = ErrorReply(405, reply.type, f"{where}: method not allowed.", headers=reply.headers)
+        return reply.response()
+
+    async def on_gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)
+
+    app.add_exception_handler(OctavoError, on_expected)
+    app.add_exception_handler(ValidationError, on_expected)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ClientGone, on_gone)

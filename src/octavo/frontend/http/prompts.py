@@ -1,0 +1,143 @@
+"""From the `prompt` of a request to token ids: every form it may have, checked by hand so that errors stay short."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import InvalidRequest
+from octavo.frontend.http.errors import short_repr
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+
+LONG_TEXT = 20_000
+"""Characters from which on tokenising moves to a thread, so that it does not hold up every other stream."""
+
+_FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids, and the text they come from (None when the request gave ids)."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+def split_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completions request.
+
+    Raises:
+        InvalidRequest: none, or not one of the four forms.
+    """
+    if prompt is None:
+        raise InvalidRequest("prompt is missing.", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidRequest(f"{_FORMS}; got {short_repr(prompt)}.", param="prompt")
+    if not prompt:
+        raise InvalidRequest("prompt must not be empty: the list has no prompts and no tokens.", param="prompt")
+    if _is_token_id(prompt[0]):
+        return [_token_ids(prompt)]
+    prompts: list[str | list[int]] = []
+    for item in prompt:
+        if isinstance(item, list):
+            prompts.append(_token_ids(item))
+        elif isinstance(item, str):
+            prompts.append(item)
+        else:
+            raise InvalidRequest(f"{_FORMS}; got {short_repr(item)} in the list.", param="prompt")
+    return prompts
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_ids(values: list[Any]) -> list[int]:
+    for value in values:
+        if not _is_token_id(value):
+            raise InvalidRequest(f"{_FORMS}; got {short_repr(value)} among token ids.", param="prompt")
+    return values
+
+
+async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, must_fit: bool = False) -> list[int]:
+    """`text` as token ids.
+
+    Args:
+        must_fit: refuse a text that cannot fit into the context without tokenising it, which takes seconds for megabytes.
+
+    Raises:
+        InvalidRequest: this server has no tokenizer; or see `must_fit`.
+    """
+    tokenizer = llm.tokenizer
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    limit, longest = llm.ready_report.max_model_len, tokenizer.longest_token
+    if must_fit and len(text) > limit * longest:
+        raise InvalidRequest(
+            f"This model's context length is {limit} tokens, but the prompt has {len(text)} characters: at least "
+            f"{len(text) // longest} tokens. Shorten the prompt (or use truncate_prompt_tokens).",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+async def encode_prompts(
+    llm: AsyncLLM, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, must_fit: bool
+) -> list[EncodedPrompt]:
+    """All prompts of a request.
+
+    Raises:
+        InvalidRequest: a prompt with no tokens. (What the ids are is checked by the engine's door.)
+    """
+    encoded = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = await encode_text(llm, prompt, add_special_tokens=add_special_tokens, must_fit=must_fit)
+            one = EncodedPrompt(ids, prompt)
+        else:
+            one = EncodedPrompt(prompt, None)
+        if not one.token_ids:
+            which = f"prompt {number} of the list" if len(prompts) > 1 else "it"
+            raise InvalidRequest(f"prompt must not be empty: {which} has no tokens.", param="prompt")
+        encoded.append(one)
+    return encoded
+
+
+def truncated(llm: AsyncLLM, prompt: EncodedPrompt, limit: int | None, side: str | None, max_tokens: int | None) -> EncodedPrompt:
+    """`prompt` cut to `limit` tokens; -1 is what fits beside `max_tokens`. Keeps the end, unless `side` is right.
+
+    Raises:
+        InvalidRequest: no such limit.
+    """
+    if limit is None:
+        return prompt
+    if limit != -1 and limit < 1:
+        raise InvalidRequest(f"truncate_prompt_tokens must be -1 or at least 1, got {limit}.", param="truncate_prompt_tokens")
+    if limit == -1:
+        limit = max(1, llm.ready_report.max_model_len - max(1, max_tokens or 1))
+    ids = prompt.token_ids
+    if len(ids) <= limit:
+        return prompt
+    return EncodedPrompt(ids[:limit] if side == "right" else ids[-limit:], None)
+
+
+def check_token_ids(llm: AsyncLLM, ids: Sequence[int], param: str) -> None:
+    """Raises InvalidRequest when an id is not in the vocabulary."""
+    size = llm.ready_report.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        wrong = next(i for i in ids if not 0 <= i < size)
+        raise InvalidRequest(f"{param}: {short_repr(wrong)} is not a token id of this model (0 to {size - 1}).", param=param)
+
+
+def prompt_text(llm: AsyncLLM, prompt: EncodedPrompt) -> str:
+    """The prompt as text, for `echo`."""
+    if prompt.text is not None:
+        return prompt.text
+    return llm.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)

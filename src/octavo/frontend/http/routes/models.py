@@ -1,0 +1,53 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from octavo.frontend.http.context import ServerContext, context_of, json_response
+
+router = APIRouter()
+
+
+def _card(ctx: ServerContext, name: str) -> dict[str, Any]:
+    permission = {
+        "id": "modelperm-octavo",
+        "object": "model_permission",
+        "created": ctx.started,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": ctx.started,
+        # Clients choose their request extensions by this word, and the extensions are those.
+        "owned_by": "vllm",
+        "root": ctx.llm.config.model.name,
+        "parent": None,
+        "max_model_len": ctx.llm.ready_report.max_model_len,
+        "permission": [permission],
+    }
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    ctx = context_of(request)
+    return json_response({"object": "list", "data": [_card(ctx, name) for name in ctx.model_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> Response:
+    ctx = context_of(request)
+    ctx.check_model(name)
+    return json_response(_card(ctx, name))

@@ -1,0 +1,39 @@
+"""Routes that clients of this API know and this server does not have yet: a clear 501 instead of a 404 that looks like a typo."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from octavo.errors import NotYet
+
+router = APIRouter(include_in_schema=False)
+
+WHAT = {
+    "/v1/embeddings": "Embeddings",
+    "/v1/responses": "The Responses API",
+    "/v1/messages": "The Messages API",
+    "/v1/rerank": "Reranking",
+    "/v2/rerank": "Reranking",
+    "/rerank": "Reranking",
+    "/v1/score": "Scoring of pairs",
+    "/score": "Scoring of pairs",
+    "/pooling": "Pooling",
+    "/classify": "Classification",
+    "/v1/audio/transcriptions": "Audio",
+    "/v1/audio/translations": "Audio",
+    "/v1/audio/speech": "Audio",
+    "/v1/images/generations": "Images",
+    "/v1/moderations": "Moderation",
+    "/v1/load_lora_adapter": "LoRA adapters",
+    "/v1/unload_lora_adapter": "LoRA adapters",
+}
+
+
+async def not_yet(request: Request) -> Response:
+    path = request.scope["route"].path
+    raise NotYet(f"{WHAT[path]} ({path}) cannot be served yet. This server has /v1/completions and /v1/chat/completions.")
+
+
+for _path in WHAT:
+    router.add_api_route(_path, not_yet, methods=["POST"])

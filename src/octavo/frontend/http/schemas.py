@@ -1,0 +1,155 @@
+"""What the generating routes accept. Unknown fields are accepted; a field that is null counts as not given.
+
+Only types and relations between fields are checked here; ranges are checked by `SamplingParams`, and what needs the model by
+the engine's door. Prompts are checked by hand (prompts.py): a union of list types would report one error an element.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Ints = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Items = Annotated[list[Any], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class Schema(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), hide_input_in_errors=True)
+
+    def unknown_fields(self) -> list[str]:
+        return list(self.model_extra or ())
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Schema):
+    """The fields that completions and chat share."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    # Sampling
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Strings | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    best_of: int | None = None
+
+    # When to stop
+    max_tokens: int | None = None
+    min_tokens: Int32 | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Ints | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    # Text
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    truncation_side: str | None = None
+    echo: bool | None = None
+
+    # What comes back
+    prompt_logprobs: Int32 | None = None
+    logprob_token_ids: Ints | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    stream_interval: Int32 | None = None
+
+    # Constraints on the output
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+
+    # How it is served
+    request_id: str | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any = Field(None, description="A string, a list of strings, a list of token ids, or a list of such lists.")
+    prompt_embeds: Any = None
+    suffix: str | None = None
+    logprobs: Int32 | None = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: Items
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Objects | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    return_prompt_text: bool | None = None
+
+
+class TokenizeRequest(Schema):
+    """Text (`prompt`) or a conversation (`messages`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Objects | None = None
+    documents: Objects | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Schema):
+    model: str | None = None
+    tokens: Ints
+    skip_special_tokens: bool | None = None
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that a route reads by itself, with nested definitions put in place."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inline(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return inline(definitions[node["$ref"].rsplit("/", 1)[-1]])
+            return {key: inline(value) for key, value in node.items()}
+        return [inline(value) for value in node] if isinstance(node, list) else node
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}

@@ -1,0 +1,272 @@
+"""`serve`: the process behind `octavo serve`. Owns the listening socket, signals, start and shutdown order.
+
+The socket is bound before the engine loads, so that a port in use is an error at once; connections made while the engine
+loads wait in the backlog. The first SIGTERM or Ctrl-C stops accepting and lets running requests finish for a bounded time,
+the second one ends at once. The engine process dies with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import importlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import uvicorn
+
+from octavo.config.args import EngineArgs
+from octavo.errors import ConfigError
+from octavo.frontend.async_llm import AsyncLLM
+from octavo.frontend.client import Progress
+from octavo.frontend.http.settings import ServerSettings
+from octavo.frontend.http.sse import cancel
+from octavo.observe.logs import AccessFilter, configure_logging
+from octavo.observe.throughput import log_throughput
+
+logger = logging.getLogger("octavo.server")
+
+Report = Callable[[Any, Any, ServerSettings], None]
+"""Shows what was started: (EngineReady, EngineConfig, ServerSettings)."""
+
+LAST_WORDS = 1.0
+"""Seconds for error replies to reach clients whose requests are ended."""
+ENGINE_STOP_TIMEOUT = 10.0
+"""Seconds the engine process gets to end by itself; it is killed with this process anyway."""
+
+
+def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None = None, progress: Progress | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Returns after a clean shutdown.
+
+    Args:
+        report: shows the start-up report; default `octavo.cli.report.startup_report`, else one log line.
+        progress: called with (phase, done, total) while the model is fetched and loaded.
+
+    Raises:
+        OctavoError: the server cannot start; the message is for the user.
+    """
+    configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
+    if args.disable_log_stats:
+        settings = dataclasses.replace(settings, log_stats_interval=0.0)
+    with bound_socket(settings) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        if not settings.uds:
+            settings = dataclasses.replace(settings, port=sock.getsockname()[1])
+        # Before the loop runs: this may download a model, and Ctrl-C must work meanwhile.
+        llm = AsyncLLM.from_engine_args(args, progress=progress)
+        runner.run(_main(llm, settings, sock, report or _default_report(), progress))
+
+
+@contextlib.contextmanager
+def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
+    """The listening socket: bound, and already queueing connections.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    sock = _bind_uds(settings.uds) if settings.uds else _bind_tcp(settings.host, settings.port)
+    try:
+        sock.listen(2048)
+        sock.setblocking(False)
+        yield sock
+    finally:
+        sock.close()
+        if settings.uds:
+            with contextlib.suppress(OSError):
+                os.unlink(settings.uds)
+
+
+def _bind_tcp(host: str | None, port: int) -> socket.socket:
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host or "", port))
+    except (OSError, UnicodeError) as e:
+        sock.close()
+        where = f"{host or '0.0.0.0'}:{port}"
+        if getattr(e, "errno", None) == errno.EADDRINUSE:
+            raise ConfigError(f"Port {port} is already in use ({where}). Stop the other program or choose another --port.") from None
+        if getattr(e, "errno", None) == errno.EACCES:
+            raise ConfigError(f"Not allowed to listen on {where}. Ports below 1024 need root: choose another --port.") from None
+        raise ConfigError(f"Cannot listen on {where}: {e}. Check --host and --port.") from None
+    return sock
+
+
+def _bind_uds(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise ConfigError(f"--uds {path}: there is a file of that name that is not a socket.")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise ConfigError(f"--uds {path}: another server listens there.")
+            os.unlink(path)
+        sock.bind(path)
+        os.chmod(path, 0o666)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"Cannot listen on --uds {path}: {e.strerror or e}.") from None
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
+
+
+def server_url(settings: ServerSettings, sock: socket.socket) -> str:
+    """Where a user on this machine reaches the server."""
+    if settings.uds:
+        return f"unix:{settings.uds}"
+    host = settings.host or "localhost"
+    host = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"{'https' if settings.tls else 'http'}://{host}:{sock.getsockname()[1]}{settings.root_path}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handling: `_Signals` decides."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """SIGINT and SIGTERM as steps: the first signal takes the first step, and so on; the last step repeats."""
+
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        self._steps = list(steps)
+
+    def __call__(self) -> None:
+        step = self._steps[0]
+        if len(self._steps) > 1:
+            del self._steps[0]
+        step()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for s in signals:
+            loop.add_signal_handler(s, self)
+        try:
+            yield
+        finally:
+            for s in signals:
+                loop.remove_signal_handler(s)
+
+
+async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, report: Report, progress: Progress | None) -> None:
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    with _Signals(stop.set, stop_now.set, lambda: os._exit(1)).installed():
+        try:
+            # Only now: the engine loads while this process imports the web framework.
+            from octavo.frontend.http.app import build_app
+
+            if not await _ready_before(stop, llm, progress):
+                return
+            server = _Uvicorn(_uvicorn_config(build_app(llm, settings, served_model_names=llm.args.served_model_name), settings))
+            report(llm.ready_report, llm.config, settings)
+            logger.info("Listening on %s", server_url(settings, sock))
+            await _serve_until(stop, stop_now, server, sock, llm, settings)
+        finally:
+            await _end(llm)
+
+
+async def _serve_until(
+    stop: asyncio.Event, stop_now: asyncio.Event, server: _Uvicorn, sock: socket.socket, llm: AsyncLLM, settings: ServerSettings
+) -> None:
+    """Serves until `stop`; then lets requests finish until shutdown_timeout or `stop_now`; then fails the rest and returns."""
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    reporter = asyncio.ensure_future(log_throughput(llm.stats, settings.log_stats_interval))
+    stopping, insisting = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(stop_now.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        if live := llm.live_requests():
+            logger.info("Stopping: %d requests have %.0f s to finish (once more to stop now).", live, settings.shutdown_timeout)
+        await asyncio.wait({serving, insisting}, return_when=asyncio.FIRST_COMPLETED, timeout=settings.shutdown_timeout)
+        if not serving.done():
+            # Without an engine every stream ends with an error that says so, and its connection closes.
+            logger.info("Stopping now: %d requests are ended.", llm.live_requests())
+            await _end(llm)
+            await asyncio.wait({serving}, timeout=LAST_WORDS)
+        if serving.done():
+            serving.result()
+    finally:
+        await cancel(serving, reporter, stopping, insisting)
+
+
+async def _ready_before(stop: asyncio.Event, llm: AsyncLLM, progress: Progress | None) -> bool:
+    """Waits for the engine. False: asked to stop first."""
+    starting = asyncio.ensure_future(llm.wait_ready(progress))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+        return starting.done()
+    finally:
+        await cancel(starting, stopping)
+
+
+async def _end(llm: AsyncLLM) -> None:
+    try:
+        await asyncio.wait_for(llm.shutdown(), ENGINE_STOP_TIMEOUT)
+    except TimeoutError:
+        logger.warning("The engine did not end within %.0f s; it is killed.", ENGINE_STOP_TIMEOUT)
+
+
+def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    quiet = AccessFilter(settings.disable_access_log_for_endpoints or ())
+    logging.getLogger("uvicorn.access").filters = [quiet]
+    try:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=not settings.disable_uvicorn_access_log,
+            server_header=False,
+            timeout_keep_alive=settings.timeout_keep_alive,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=settings.ssl_cert_reqs,
+        )
+        config.load()
+    except (ssl.SSLError, OSError) as e:
+        raise ConfigError(f"The TLS files cannot be used: {e}.") from None
+    return config
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return cast("Callable[[], asyncio.AbstractEventLoop]", uvloop.new_event_loop)
+
+
+def _default_report() -> Report:
+    # By name: the command line sits above the frontend and must not become an import of it.
+    try:
+        report: Report = importlib.import_module("octavo.cli.report").startup_report
+    except (ImportError, AttributeError):
+        return lambda ready, config, settings: logger.info(
+            "%s ready on %s: %d blocks of %d tokens, %.1f s",
+            config.model.name,
+            ready.device,
+            ready.num_blocks,
+            ready.block_size,
+            sum(p.seconds for p in ready.phases),
+        )
+    return report

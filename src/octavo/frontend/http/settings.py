@@ -1,0 +1,111 @@
+"""`ServerSettings`: every setting of the HTTP server, in the same form as `EngineArgs` (the CLI and the docs read both).
+
+Names and defaults follow vLLM where it has them. Values from the environment (OCTAVO_API_KEY, VLLM_API_KEY,
+VLLM_SERVER_DEV_MODE) are read by the command line and arrive here as plain values.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from octavo.config.args import setting
+from octavo.errors import ConfigError
+
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """User settings of the server. See the configuration reference for each field."""
+
+    # Where to listen
+    host: str | None = setting(None, "Address to listen on. Default: every interface.", group="server")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", group="server")
+    uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.", group="server")
+    root_path: str = setting("", "Path prefix under which a proxy publishes the server.", group="server")
+    shutdown_timeout: float = setting(
+        15.0, "Seconds that running requests may take to finish after the first SIGTERM or Ctrl-C.", group="server"
+    )
+    timeout_keep_alive: int = setting(75, "Seconds an idle connection stays open.", group="server")
+    disable_fastapi_docs: bool = setting(False, "No /docs and /openapi.json.", group="server")
+    disable_dashboard: bool = setting(False, "No dashboard page at / and no /stats.", group="server")
+    server_dev_mode: bool = setting(
+        False, "Adds routes for development: /reset_prefix_cache (also env VLLM_SERVER_DEV_MODE=1).", group="server"
+    )
+
+    # Who may use it
+    api_key: list[str] | None = setting(
+        None, "Keys that a client may send as `Authorization: Bearer KEY` (also env OCTAVO_API_KEY).", group="access"
+    )
+    allowed_origins: list[str] = setting(["*"], "CORS: origins.", group="access")
+    allowed_methods: list[str] = setting(["*"], "CORS: methods.", group="access")
+    allowed_headers: list[str] = setting(["*"], "CORS: headers.", group="access")
+    allow_credentials: bool = setting(False, "CORS: credentials.", group="access")
+    ssl_keyfile: str | None = setting(None, "TLS key file.", group="access")
+    ssl_certfile: str | None = setting(None, "TLS certificate file.", group="access")
+    ssl_ca_certs: str | None = setting(None, "TLS: certificates of authorities for client certificates.", group="access")
+    ssl_cert_reqs: int = setting(0, "TLS: client certificate 0 not asked, 1 optional, 2 required.", group="access")
+    enable_ssl_refresh: bool = setting(False, "Reload the TLS files when they change.", group="access", status="not yet")
+
+    # Limits
+    max_body_bytes: int = setting(32 * 1024 * 1024, "Largest request body (8m, 8M); a larger one gets 413.", group="limits", size=True)
+    max_sequences: int = setting(16384, "Most sequences (prompts x n) in one request.", group="limits")
+    h11_max_incomplete_event_size: int = setting(
+        4 * 1024 * 1024, "The HTTP parser is not h11; accepted and ignored.", group="limits", size=True, status="ignored"
+    )
+    h11_max_header_count: int = setting(256, "The HTTP parser is not h11; accepted and ignored.", group="limits", status="ignored")
+
+    # What replies hold
+    response_role: str = setting("assistant", "Role in chat replies.", group="replies")
+    trust_request_chat_template: bool = setting(False, "Let a request bring its own chat template.", group="replies")
+    enable_request_id_headers: bool = setting(False, "Send X-Request-Id back.", group="replies")
+    enable_force_include_usage: bool = setting(False, "Send usage at the end of every stream.", group="replies")
+    enable_prompt_tokens_details: bool = setting(
+        True, "usage.prompt_tokens_details.cached_tokens: how much of the prompt the prefix cache held.", group="replies"
+    )
+    return_tokens_as_token_ids: bool = setting(False, "Logprobs name tokens as token_id:123.", group="replies")
+    enable_auto_tool_choice: bool = setting(False, "Let the model call tools.", group="replies", status="not yet")
+    tool_call_parser: str | None = setting(None, "How the model writes tool calls.", group="replies", status="not yet")
+    tool_parser_plugin: str = setting("", "File with a tool parser.", group="replies", status="not yet")
+    reasoning_parser: str | None = setting(None, "How the model marks its reasoning.", group="replies", status="not yet")
+    lora_modules: list[str] | None = setting(None, "LoRA adapters: name=path.", group="replies", status="not yet")
+
+    # Logs
+    uvicorn_log_level: str = setting("info", "Log level of the HTTP server.", group="logs", choices=LOG_LEVELS)
+    log_format: str = setting("text", "Log lines as text, or one JSON object a line.", group="logs", choices=("text", "json"))
+    disable_uvicorn_access_log: bool = setting(False, "No access log.", group="logs")
+    disable_access_log_for_endpoints: list[str] | None = setting(None, "Paths that the access log leaves out.", group="logs")
+    disable_request_summary: bool = setting(False, "No line for each finished request.", group="logs")
+    enable_log_requests: bool = setting(False, "Log each request on arrival; its prompt only at level debug.", group="logs")
+    disable_log_requests: bool = setting(False, "Requests are not logged on arrival by default; ignored.", group="logs", status="ignored")
+    enable_log_outputs: bool = setting(False, "Log generated text (with --enable-log-requests, level debug).", group="logs")
+    max_log_len: int | None = setting(None, "Most characters of a prompt or output in the log. Default: no limit.", group="logs")
+    log_config_file: str | None = setting(None, "Python logging configuration (JSON) instead of ours.", group="logs")
+    log_stats_interval: float = setting(10.0, "Seconds between the lines with throughput and cache use, while busy.", group="logs")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
+        for name in ("max_body_bytes", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}.")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile.")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "log_config_file"):
+            path = getattr(self, name)
+            if path is not None and not os.path.isfile(path):
+                raise ConfigError(f"{name}: there is no file {path!r}.")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}.")
+        for name, allowed in (("uvicorn_log_level", LOG_LEVELS), ("log_format", ("text", "json"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if self.api_key is not None and any(not key for key in self.api_key):
+            raise ConfigError("An API key must not be empty.")
+
+    @property
+    def tls(self) -> bool:
+        return self.ssl_certfile is not None

@@ -1,0 +1,92 @@
+"""What every frontend does before it has an engine: find the model, resolve the settings, read the tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.config.args import EngineArgs
+from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
+from octavo.frontend.client import Progress
+from octavo.frontend.processor import default_sampling_params
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.types import Checkpoint
+    from octavo.frontend.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A model that is ready to be loaded."""
+
+    args: EngineArgs
+    checkpoint: Checkpoint
+    config: EngineConfig
+    default_sampling_params: dict[str, Any]
+
+
+def engine_args(model: str, settings: dict[str, Any]) -> EngineArgs:
+    """`EngineArgs` from keywords.
+
+    Raises:
+        ConfigError: a keyword that is no setting, with the nearest one that is.
+    """
+    known = {f.name for f in dataclasses.fields(EngineArgs)}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name!r} is not a setting of the engine.{hint}")
+    return EngineArgs(model=model, **settings)
+
+
+def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch:
+    """Find the model and resolve the settings. Reads no weights; may download them.
+
+    Raises:
+        OctavoError: the model cannot be found or a setting cannot work.
+    """
+    from octavo.checkpoint.resolve import eos_token_ids, resolve_checkpoint
+    from octavo.config.device import detect_device
+    from octavo.config.resolve import resolve
+
+    device = detect_device(args.device, args.threads)
+    checkpoint = resolve_checkpoint(
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        token=args.hf_token,
+        hf_overrides=args.hf_overrides,
+        load_format=args.load_format,
+        progress=progress,
+    )
+    config = resolve(
+        args,
+        path=checkpoint.path,
+        name=checkpoint.name,
+        hf_config=checkpoint.hf_config,
+        eos_token_ids=eos_token_ids(checkpoint),
+        device=device,
+    )
+    defaults = default_sampling_params(checkpoint, args)
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    if defaults:
+        shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        logger.info("Sampling defaults of the model, where a request says nothing: %s (--generation-config none turns them off)", shown)
+    return Launch(args, checkpoint, config, defaults)
+
+
+def open_tokenizer(launch: Launch) -> Tokenizer | None:
+    """The model's tokenizer; None with skip_tokenizer_init."""
+    if launch.args.skip_tokenizer_init:
+        return None
+    from octavo.frontend.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(launch.checkpoint, launch.args)

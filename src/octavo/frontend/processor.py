@@ -1,0 +1,291 @@
+"""From a user's prompt and parameters to a `NewRequest` that the core can trust.
+
+Everything that needs the model is checked here, at the door, with the offending parameter's name; what comes out is resolved:
+seed and max_tokens are set, ids are inside the vocabulary, the prompt fits. Nothing past this point refuses a request for what
+it says.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from octavo.config.args import EngineArgs
+from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError, InvalidRequest, NotYet
+from octavo.frontend.prompts import ParsedPrompt, Prompt, parse_prompt
+from octavo.protocol.engine import NewRequest
+from octavo.protocol.params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.types import Checkpoint
+    from octavo.frontend.text.tokenizer import Tokenizer
+
+MAX_CACHE_SALT = 1024
+MAX_REQUEST_ID = 1024
+MAX_INT64 = 2**63
+
+_GENERATION_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""generation_config.json's name -> ours."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that passed the door."""
+
+    request_id: str
+    """The user's name for it; `request` has the engine's."""
+    request: NewRequest
+    prompt: str | None
+    """The prompt's text, when it is known."""
+
+
+class InputProcessor:
+    """See the module. Holds no state but the counter of engine ids and the source of seeds.
+
+    Args:
+        tokenizer: None with skip_tokenizer_init: then prompts are token ids and there is no text.
+        max_model_len: the length the engine ended up with (it may be less than the config's under `auto`).
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int | None = None) -> None:
+        self._model = config.model
+        self._tokenizer = tokenizer
+        self.max_model_len = max_model_len or config.model.max_model_len
+        self._serial = itertools.count()
+        self._seeds = random.Random(config.model.seed)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        fair_key: str = "",
+        cache_salt: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "left",
+        add_special_tokens: bool = True,
+        lora_request: Any = None,
+        arrival_time: float | None = None,
+    ) -> Prepared:
+        """Check and resolve one request. `params` is not changed.
+
+        Raises:
+            InvalidRequest: with `param` naming what is wrong.
+            NotYet: a feature that does not exist yet.
+        """
+        parsed = parse_prompt(prompt)
+        sampling = self.check_sampling(params)
+        _check_names(request_id, priority)
+        if lora_request is not None:
+            raise NotYet("lora_request: Octavo does not do LoRA adapters yet. Leave it out.")
+        salt = _check_salt(cache_salt if cache_salt is not None else parsed.cache_salt)
+        if truncate_prompt_tokens is None:
+            self.check_text_length(parsed, sampling)
+        token_ids = self._token_ids(parsed, add_special_tokens)
+        token_ids = self._truncate(token_ids, sampling, truncate_prompt_tokens, truncation_side)
+        self._check_length(token_ids, sampling)
+        room = self.max_model_len - len(token_ids)
+        sampling.max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
+        if sampling.seed is None:
+            sampling.seed = self._seeds.getrandbits(63)
+        request = NewRequest(
+            request_id=self.engine_id(request_id),
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            eos_token_ids=list(self._model.eos_token_ids),
+            priority=priority,
+            fair_key=fair_key,
+            extra_key=salt,
+        )
+        return Prepared(request_id, request, parsed.text)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    def engine_id(self, request_id: str) -> str:
+        """A name that was never used before: tokens still on their way for an ended request cannot reach a namesake."""
+        return f"{request_id}#{next(self._serial)}"
+
+    def check_sampling(self, params: SamplingParams) -> SamplingParams:
+        """A copy of `params`, checked against the model, with bad words as token ids.
+
+        Raises:
+            InvalidRequest, NotYet: see `prepare`.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}.", param="sampling_params")
+        sampling = copy.copy(params)
+        try:
+            sampling.output_kind = RequestOutputKind(sampling.output_kind)
+        except ValueError:
+            raise InvalidRequest(
+                f"output_kind must be CUMULATIVE, DELTA or FINAL_ONLY, got {sampling.output_kind!r}.", param="output_kind"
+            ) from None
+        if sampling.structured_outputs is not None:
+            raise NotYet("structured_outputs: Octavo does not constrain outputs to a grammar or schema yet. Leave it out.")
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(sampling, name))
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        self._check_ids("logprob_token_ids", sampling.logprob_token_ids)
+        self._check_ids("logit_bias", sampling.logit_bias)
+        if self._tokenizer is None:
+            if sampling.stop:
+                raise InvalidRequest("stop strings need a tokenizer, and this engine runs with skip_tokenizer_init.", param="stop")
+            if sampling.bad_words:
+                raise InvalidRequest("bad_words needs a tokenizer, and this engine runs with skip_tokenizer_init.", param="bad_words")
+            sampling.detokenize = False
+        elif sampling.bad_words:
+            sampling.bad_words_token_ids = self._bad_words(self._tokenizer, sampling.bad_words)
+        return sampling
+
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        limit = self._model.max_logprobs
+        if value is None or limit == -1:
+            return
+        if value == -1:
+            value = self._model.vocab_size
+        if value > limit:
+            raise InvalidRequest(
+                f"{name}={value} is more than this server gives ({limit}). Ask for fewer, or start it with a higher --max-logprobs.",
+                param=name,
+            )
+
+    def _check_ids(self, name: str, ids: Iterable[int] | None) -> None:
+        vocab_size = self._model.vocab_size
+        for token_id in ids or ():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{name} holds {token_id}, which is not a token of this model: ids go from 0 to {vocab_size - 1}.", param=name
+                )
+
+    @staticmethod
+    def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+        """Token sequences of each word as the text's first word, and after a space."""
+        sequences: list[list[int]] = []
+        for word in words:
+            for text in (word.lstrip() or word, " " + word.lstrip()):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+    def _token_ids(self, parsed: ParsedPrompt, add_special_tokens: bool) -> list[int]:
+        if parsed.token_ids is not None:
+            self._check_ids("prompt", parsed.token_ids)
+            token_ids = parsed.token_ids
+        elif self._tokenizer is None:
+            raise InvalidRequest("This engine runs with skip_tokenizer_init: send prompts as token ids.", param="prompt")
+        else:
+            assert parsed.text is not None
+            token_ids = self._tokenizer.encode(parsed.text, add_special_tokens=add_special_tokens)
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
+        return token_ids
+
+    def _truncate(self, token_ids: list[int], sampling: SamplingParams, limit: int | None, side: Literal["left", "right"]) -> list[int]:
+        if limit is None:
+            return token_ids
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be at least 1, or -1 for what fits; got {limit!r}.", param="truncate_prompt_tokens"
+            )
+        if side not in ("left", "right"):
+            raise InvalidRequest(f"truncation_side must be left or right, got {side!r}.", param="truncation_side")
+        if limit == -1:
+            limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
+        return token_ids[-limit:] if side == "left" else token_ids[:limit]
+
+    def _check_length(self, token_ids: list[int], sampling: SamplingParams) -> None:
+        if len(token_ids) >= self.max_model_len:
+            self._refuse_length(str(len(token_ids)), sampling)
+
+    def check_text_length(self, parsed: ParsedPrompt, sampling: SamplingParams) -> None:
+        """Refuse a text that is far too long without tokenizing it."""
+        if parsed.token_ids is None and parsed.text is not None and self._tokenizer is not None:
+            fewest = len(parsed.text) // max(1, self._tokenizer.longest_token)
+            if fewest >= self.max_model_len:
+                self._refuse_length(f"at least {fewest}", sampling)
+
+    def _refuse_length(self, prompt_tokens: str, sampling: SamplingParams) -> NoReturn:
+        output = "output up to the limit was" if sampling.max_tokens is None else f"{sampling.max_tokens} output tokens were"
+        raise InvalidRequest(
+            f"This model's context length is {self.max_model_len} tokens, but the prompt has {prompt_tokens} tokens and {output} "
+            f"asked for. Shorten the prompt to at most {self.max_model_len - 1} tokens (or use truncate_prompt_tokens).",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _check_names(request_id: str, priority: int) -> None:
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id must be a string of 1 to {MAX_REQUEST_ID} characters.", param="request_id")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -MAX_INT64 <= priority < MAX_INT64:
+        raise InvalidRequest(f"priority must be an integer, got {priority!r}.", param="priority")
+
+
+def _check_salt(salt: Any) -> str:
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT:
+        raise InvalidRequest(f"cache_salt must be a string of 1 to {MAX_CACHE_SALT} characters.", param="cache_salt")
+    return salt
+
+
+def default_sampling_params(checkpoint: Checkpoint, args: EngineArgs) -> dict[str, Any]:
+    """The sampling parameters that a request gets for what it leaves open: field of `SamplingParams` -> value.
+
+    From the model's generation_config.json (or the folder in --generation-config, or nothing for `vllm` and `none`), then
+    --override-generation-config on top. What is in neither has SamplingParams' own default.
+
+    Raises:
+        ConfigError: a value that SamplingParams refuses.
+    """
+    if args.generation_config == "auto":
+        source, where = checkpoint.generation_config, "the model's generation_config.json"
+    elif args.generation_config in ("vllm", "none"):
+        source, where = {}, ""
+    else:
+        source, where = _read_generation_config(args.generation_config), args.generation_config
+    found = {**source, **args.override_generation_config}
+    defaults = {ours: found[theirs] for theirs, ours in _GENERATION_KEYS.items() if found.get(theirs) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as e:
+        where = "--override-generation-config" if e.param in args.override_generation_config else where
+        raise ConfigError(f"{where}: {e} Correct it, or start with --generation-config none.") from None
+    return defaults
+
+
+def _read_generation_config(folder: str) -> dict[str, Any]:
+    path = Path(folder)
+    path = path / "generation_config.json" if path.is_dir() else path
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"--generation-config {folder}: cannot read {path} ({e}). Give auto, none, or a folder with a generation_config.json."
+        ) from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"--generation-config {folder}: {path} does not hold a JSON object.")
+    return data

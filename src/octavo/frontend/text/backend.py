@@ -1,0 +1,114 @@
+"""The tokenizer implementations behind `Tokenizer`: Rust `tokenizers`, and Python tokenizers of `transformers`.
+
+A backend turns text into ids and ids into text, nothing more: special tokens at the ends, chat templates and streaming are the
+business of `Tokenizer`. Backends are read-only once made, so any number of threads may use one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.frontend.text.token_bytes import ByteRule, byte_rule
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class TokenBackend(Protocol):
+    """What `Tokenizer` needs of an implementation."""
+
+    special_ids: frozenset[int]
+    """Tokens that skip_special_tokens leaves out."""
+    rule: ByteRule | None
+    """How tokens spell bytes; None if `decode` is the only way to text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, special tokens in it recognised, none added."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id it does not have."""
+        ...
+
+    def id_of(self, token: str) -> int | None: ...
+
+    def vocab(self) -> dict[str, int]: ...
+
+
+class FastBackend:
+    """A `tokenizers.Tokenizer`. It releases the GIL while it works, so long prompts can be encoded in a thread."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        # A tokenizer.json may carry the padding and truncation of its training; prompts must get neither.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        decoder = tokenizer.decoder
+        self.rule = byte_rule(json.loads(decoder.__getstate__())) if decoder is not None else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def added_ends(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's own post-processor puts before and after a text."""
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        return [], []
+
+
+class SlowBackend:
+    """A Python tokenizer of `transformers` (plain SentencePiece, tiktoken and the like)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+        self.rule: ByteRule | None = None
+        self._size = len(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+        known = [i for i in ids if 0 <= i < self._size]
+        return str(
+            self._tokenizer.decode(
+                known,
+                skip_special_tokens=skip_special_tokens,
+                spaces_between_special_tokens=spaces_between_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
+
+    def id_of(self, token: str) -> int | None:
+        return self.vocab().get(token)
+
+    def vocab(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
+
+    def added_ends(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after a text."""
+        full = list(self._tokenizer.build_inputs_with_special_tokens([-1]))
+        return full[: full.index(-1)], full[full.index(-1) + 1 :]

@@ -1,0 +1,207 @@
+"""Reading a tokenizer with its special tokens and chat templates from a checkpoint.
+
+`tokenizer.json` and GGUF vocabularies are read directly, in a fraction of a second; only what neither covers (a bare
+SentencePiece model, tiktoken files) goes through `transformers`, if that is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.checkpoint.gguf_file import read_gguf
+from octavo.checkpoint.local import read_json_object
+from octavo.checkpoint.resolve import tokenizer_source
+from octavo.checkpoint.types import Checkpoint
+from octavo.config.args import EngineArgs
+from octavo.errors import CheckpointError, ConfigError
+from octavo.frontend.text.backend import FastBackend, SlowBackend
+from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates
+from octavo.frontend.text.gguf_tokenizer import gguf_vocabulary
+from octavo.frontend.text.template_inspection import check_template
+from octavo.frontend.text.tokenizer import Tokenizer
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load(checkpoint: Checkpoint, args: EngineArgs) -> Tokenizer:
+    """See `tokenizer.load_tokenizer`, its public name."""
+    # Encoding one text never needs the Rust library's own threads, and having used them makes it warn when we fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    override = _template_override(args.chat_template)
+    if args.tokenizer:
+        source = tokenizer_source(args.tokenizer, download_dir=args.download_dir, token=args.hf_token)
+    else:
+        source = Path(checkpoint.path)
+    if source.is_file():
+        metadata = checkpoint.gguf_metadata if str(source) == checkpoint.path else {}
+        return _from_gguf(metadata or read_gguf(str(source)).metadata, str(source), override, args)
+    if args.tokenizer_mode != "slow" and (source / "tokenizer.json").is_file():
+        return _from_folder(source, override, args)
+    return _from_transformers(source, override, args)
+
+
+def _from_gguf(metadata: Mapping[str, Any], path: str, override: str | None, args: EngineArgs) -> Tokenizer:
+    vocabulary = gguf_vocabulary(metadata, path)
+    return Tokenizer(
+        FastBackend(vocabulary.tokenizer),
+        templates=_templates(vocabulary.chat_templates, vocabulary.special_tokens, override, args),
+        special_tokens=vocabulary.special_tokens,
+        prefix=vocabulary.prefix,
+        suffix=vocabulary.suffix,
+    )
+
+
+def _from_folder(folder: Path, override: str | None, args: EngineArgs) -> Tokenizer:
+    import tokenizers
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises plain Exception
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {e}") from None
+    config = _optional_json(folder / "tokenizer_config.json")
+    special = _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
+    _apply_added_tokens(tokenizer, config, special)
+    backend = FastBackend(tokenizer)
+    prefix, suffix = backend.added_ends()
+    return Tokenizer(
+        backend,
+        templates=_templates(_folder_templates(folder, config), special, override, args),
+        special_tokens=special,
+        prefix=prefix,
+        suffix=suffix,
+    )
+
+
+def _from_transformers(folder: Path, override: str | None, args: EngineArgs) -> Tokenizer:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
+    if not any((folder / name).is_file() for name in names) and not any(folder.glob("*.tiktoken")):
+        raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json). Give one with --tokenizer, or use --skip-tokenizer-init.")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, and reading its tokenizer needs transformers: pip install transformers, "
+            "or give a folder with a tokenizer.json as --tokenizer."
+        ) from None
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(str(folder), use_fast=args.tokenizer_mode != "slow", trust_remote_code=False)
+    except Exception as e:  # missing sentencepiece, custom code, malformed files: each with its own class
+        first_line = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        raise CheckpointError(f"{folder}: transformers cannot load the tokenizer: {first_line[:300]}") from None
+    import tokenizers
+
+    inner = getattr(loaded, "backend_tokenizer", None)
+    backend = FastBackend(inner) if isinstance(inner, tokenizers.Tokenizer) else SlowBackend(loaded)
+    special = {name: str(token) for name in _SPECIAL if (token := getattr(loaded, name, None)) is not None}
+    prefix, suffix = backend.added_ends()
+    named = loaded.chat_template if isinstance(loaded.chat_template, dict) else {DEFAULT: loaded.chat_template}
+    return Tokenizer(
+        backend,
+        templates=_templates({name: t for name, t in named.items() if isinstance(t, str)}, special, override, args),
+        special_tokens=special,
+        prefix=prefix,
+        suffix=suffix,
+    )
+
+
+def _templates(named: Mapping[str, str], special: Mapping[str, Any], override: str | None, args: EngineArgs) -> ChatTemplates:
+    content_format: Any = args.chat_template_content_format
+    # An override replaces all of the model's templates: also the one for tools.
+    templates = {DEFAULT: override} if override is not None else dict(named)
+    return ChatTemplates(templates, dict(special), content_format, args.default_chat_template_kwargs)
+
+
+def _template_override(given: str | None) -> str | None:
+    """--chat-template: the file it names, or itself.
+
+    Raises:
+        ConfigError: neither a readable file nor a valid template.
+    """
+    if given is None:
+        return None
+    source = given
+    looks_like_path = "{" not in given and "\n" not in given
+    if looks_like_path:
+        try:
+            source = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            reason = getattr(e, "strerror", None) or "not a text file"
+            raise ConfigError(f"--chat-template {given}: {reason}. Give a file, or the template itself (it has {{% or {{{{).") from None
+    if (problem := check_template(source)) is not None:
+        raise ConfigError(f"--chat-template{f' {given}' if looks_like_path else ''} is not a valid template: {problem}.")
+    return source
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates of a folder by name. Files of their own win over tokenizer_config.json, as in transformers."""
+    named: dict[str, str] = {}
+    for value in (config.get("chat_template"), _optional_json(folder / "chat_template.json").get("chat_template")):
+        if isinstance(value, str):
+            named[DEFAULT] = value
+        elif isinstance(value, dict):
+            named |= {name: text for name, text in value.items() if isinstance(text, str)}
+        elif isinstance(value, list):
+            entries = [entry for entry in value if isinstance(entry, dict)]
+            named |= {str(e.get("name")): e["template"] for e in entries if isinstance(e.get("template"), str)}
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            named[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+            named[path.stem] = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise CheckpointError(f"A chat template in {folder} cannot be read: {e}.") from None
+    return named
+
+
+def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens as text, by role. They are written as strings or as objects with "content"."""
+
+    def text(value: Any) -> str | None:
+        content = value.get("content") if isinstance(value, dict) else value
+        return content if isinstance(content, str) else None
+
+    special: dict[str, Any] = {}
+    for name in _SPECIAL:
+        token = text(config.get(name)) or text(special_map.get(name))
+        if token is not None:
+            special[name] = token
+    for source in (config.get("extra_special_tokens"), config.get("model_specific_special_tokens")):
+        if isinstance(source, dict):
+            special |= {name: token for name, value in source.items() if (token := text(value)) is not None}
+    more = config.get("additional_special_tokens") or special_map.get("additional_special_tokens")
+    if isinstance(more, list):
+        special["additional_special_tokens"] = [token for value in more if (token := text(value)) is not None]
+    return special
+
+
+def _apply_added_tokens(tokenizer: Any, config: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+    """Bring tokenizer.json up to what tokenizer_config.json says of added tokens; ids never change.
+
+    Fine-tunes often edit one of the two files alone: a token there may be missing here, or not be marked special.
+    """
+    from tokenizers import AddedToken
+
+    known = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    decoder = config.get("added_tokens_decoder")
+    for key, entry in sorted((decoder if isinstance(decoder, dict) else {}).items(), key=lambda item: (len(item[0]), item[0])):
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or not entry["content"]:
+            continue
+        content, is_special = entry["content"], bool(entry.get("special"))
+        present = tokenizer.token_to_id(content)
+        fits = str(present) == key if present is not None else str(tokenizer.get_vocab_size()) == key
+        if fits and known.get(content) != is_special:
+            flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized")}
+            token = AddedToken(content, special=is_special, **flags)
+            (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
+            known[content] = is_special
+    roles = [value for name, value in special.items() if isinstance(value, str)] + list(special.get("additional_special_tokens", ()))
+    unmarked = [t for t in dict.fromkeys(roles) if t and not known.get(t) and tokenizer.token_to_id(t) is not None]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in unmarked])

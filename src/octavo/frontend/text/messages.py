@@ -1,0 +1,139 @@
+"""Chat messages as clients send them, made into what templates can read, with everything that cannot be served refused.
+
+Clients differ: content is a string, a list of parts or null; tool arguments are JSON in a string; objects may be pydantic
+models. Templates see plain dicts, lists, strings and numbers, always with `role` and `content`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from octavo.errors import InvalidRequest
+
+ContentFormat = Literal["string", "openai", "as given"]
+"""string: always a string; openai: always a list of parts; as given: strings stay strings, lists stay lists."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MAX_DEPTH = 64
+
+
+def normalize_messages(
+    messages: Any, content_format: ContentFormat, *, developer_as_system: bool, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
+    """Messages as a template reads them: new dicts, the caller's are not touched.
+
+    Args:
+        developer_as_system: the template does not know the role "developer".
+        arguments_as_text: the template wants the arguments of tool calls as JSON text rather than as objects.
+
+    Raises:
+        InvalidRequest: no messages, an unknown role, missing content, or content that is not text; names the message.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise InvalidRequest(f"messages must be a list of messages, got {type(messages).__name__}.", param="messages")
+    if not messages:
+        raise InvalidRequest("messages must hold at least one message.", param="messages")
+    prepared = [_message(m, f"messages[{i}]", content_format, arguments_as_text) for i, m in enumerate(messages)]
+    if developer_as_system:
+        for message in prepared:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return prepared
+
+
+def plain_data(value: Any, where: str, _depth: int = 0) -> Any:
+    """`value` rebuilt from JSON types alone, so that a template meets no object with methods of its own.
+
+    Raises:
+        InvalidRequest: something that is no JSON, or nested too deep; `where` names it.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if _depth > _MAX_DEPTH:
+        raise InvalidRequest(f"{where} is nested more than {_MAX_DEPTH} levels deep.", param=where.partition("[")[0])
+    if hasattr(value, "model_dump"):  # pydantic, as in the OpenAI client
+        return plain_data(value.model_dump(exclude_none=True), where, _depth + 1)
+    if isinstance(value, Mapping):
+        return {str(k): plain_data(v, where, _depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(v, where, _depth + 1) for v in value]
+    for kind in (bool, str, int, float):  # subclasses, such as enums
+        if isinstance(value, kind):
+            return kind(value.value if hasattr(value, "value") else value)
+    raise InvalidRequest(f"{where} holds a {type(value).__name__}; only JSON values can be given.", param=where.partition("[")[0])
+
+
+def _message(message: Any, where: str, content_format: ContentFormat, arguments_as_text: bool) -> dict[str, Any]:
+    plain = plain_data(message, where)
+    if not isinstance(plain, dict):
+        raise InvalidRequest(f"{where} must be an object with role and content, got {type(message).__name__}.", param="messages")
+    result = {key: value for key, value in plain.items() if value is not None}
+    role = result.get("role")
+    if role not in ROLES:
+        given = "has no role" if role is None else f"has the unknown role {role!r}"
+        raise InvalidRequest(f"{where} {given}. Roles are: {', '.join(ROLES)}.", param="messages")
+    if "content" not in result and role != "assistant":
+        raise InvalidRequest(f"{where} (role {role}) has no content.", param="messages")
+    result["content"] = _content(result.get("content", ""), where, content_format)
+    if calls := result.get("tool_calls"):
+        result["tool_calls"] = _tool_calls(calls, where, arguments_as_text)
+    else:
+        result.pop("tool_calls", None)
+    # The same thing under several names in the wild; a template reads one of them.
+    if (reasoning := next((result[name] for name in _REASONING if isinstance(result.get(name), str)), None)) is not None:
+        result |= dict.fromkeys(_REASONING, reasoning)
+    return result
+
+
+def _content(content: Any, where: str, content_format: ContentFormat) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content_format == "openai" else content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where}.content must be a string or a list of parts, got {type(content).__name__}.", param="messages")
+    texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return "\n".join(texts) if content_format == "string" else [{"type": "text", "text": text} for text in texts]
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{where} must be an object like {{'type': 'text', 'text': '...'}}.", param="messages")
+    kind = part.get("type", "text")
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise InvalidRequest(f"{where} has the type {kind!r}. This model reads text only.", param="messages")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where} has no {_TEXT_PARTS[kind]}.", param="messages")
+    return text
+
+
+def _tool_calls(calls: Any, where: str, arguments_as_text: bool) -> list[Any]:
+    """Arguments come as JSON in a string, or as the object; broken JSON (a cut-off reply) stays the string it is."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidRequest(f"{where}.tool_calls must be a list of objects.", param="messages")
+    result = []
+    for call in calls:
+        function = call.get("function")
+        if not isinstance(function, dict) or "arguments" not in function:
+            result.append(call)
+            continue
+        convert = _as_text if arguments_as_text else _as_object
+        result.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
+    return result
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (json.JSONDecodeError, RecursionError):
+        return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,180 @@
+"""The Jinja environment that chat templates run in: sandboxed, with the extras templates expect, and bounded.
+
+Templates come with a checkpoint and their arguments come from requests, so neither may touch the machine, run for ever or
+fill the memory: loops, calls and repetition count against a `RenderBudget`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.filters import do_center, do_indent
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_SECONDS = 5.0
+MAX_CHARS = 1 << 24
+"""Longest rendered prompt, and longest string or list a template may build."""
+MAX_WIDTH = 10_000
+_BUDGET = "_render_budget"
+_TICK = "_counted"
+
+
+class TemplateTooExpensive(jinja2.TemplateError):
+    """A template ran past its time or size."""
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """The template itself called raise_exception(message)."""
+
+
+class RenderBudget:
+    """What one rendering may still use."""
+
+    def __init__(self) -> None:
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    def tick(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise TemplateTooExpensive(f"it ran for more than {MAX_SECONDS:g} seconds")
+
+
+def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """Run a template.
+
+    Raises:
+        TemplateTooExpensive: past the bounds of this module.
+        TemplateRefusal: by the template's own raise_exception.
+        Exception: anything else that goes wrong in a template.
+    """
+    pieces: list[str] = []
+    size = 0
+    for piece in template.generate({**variables, _BUDGET: RenderBudget()}):
+        size += len(piece)
+        if size > MAX_CHARS:
+            raise TemplateTooExpensive(f"it made more than {MAX_CHARS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+@lru_cache(maxsize=32)
+def compile_template(source: str) -> jinja2.Template:
+    """`source` compiled; raises jinja2.TemplateSyntaxError."""
+    return _environment().from_string(source)
+
+
+def parse_template(source: str) -> nodes.Template:
+    """The syntax tree of `source`; raises jinja2.TemplateSyntaxError."""
+    return _environment().parse(source)
+
+
+@cache
+def _environment() -> _TemplateEnvironment:
+    return _TemplateEnvironment()
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is only its contents."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**", "+"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+        self.filters.update({"tojson": _tojson, "center": _center, "indent": _indent, _TICK: _counted})
+        self.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
+        self.globals.pop("lipsum", None)
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        for loop in source.find_all(nodes.For):  # every turn of every loop is counted
+            loop.iter = nodes.Filter(loop.iter, _TICK, [], [], None, None, lineno=loop.lineno)
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _tick(context)
+        if not isinstance(obj, Macro):  # range(n), text.ljust(n), text.format(width=n)
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, int) and value > MAX_CHARS:
+                    raise TemplateTooExpensive(f"it called a function with the number {value}")
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _tick(context)
+        if operator == "**":
+            if not all(isinstance(v, (int, float)) and abs(v) < 2**16 for v in (left, right)) or abs(right) > 64:
+                raise TemplateTooExpensive("it raised a number to a power that is too large")
+        elif operator == "+":
+            _check_size(_length(left) + _length(right))
+        elif _length(left) or _length(right):
+            _check_size((_length(left) or left) * (_length(right) or right))
+        return super().call_binop(context, operator, left, right)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, list, tuple)) else 0
+
+
+def _check_size(size: Any) -> None:
+    if isinstance(size, int) and size > MAX_CHARS:
+        raise TemplateTooExpensive(f"it built a string or list of {size} elements")
+
+
+def _tick(context: Context) -> None:
+    budget = context.get(_BUDGET)
+    if isinstance(budget, RenderBudget):
+        budget.tick()
+
+
+@pass_context
+def _counted(context: Context, values: Iterable[Any]) -> Iterable[Any]:
+    return _ticking(context, values) if values is not None and not isinstance(values, jinja2.Undefined) else values
+
+
+def _ticking(context: Context, values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        _tick(context)
+        yield value
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON. Jinja's own tojson escapes HTML characters, which a model would read as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _center(value: str, width: int = 80) -> str:
+    return do_center(value, min(width, MAX_WIDTH))
+
+
+def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    return do_indent(value, min(width, MAX_WIDTH) if isinstance(width, int) else width, first, blank)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateRefusal(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,144 @@
+"""Rotary position embedding: what a config can ask for (`RopeSpec`), and the cos/sin table made from it once at load.
+
+The table must not depend on how long a sequence has become: keys stay in the cache, and blocks are shared between
+sequences. The two kinds that transformers adapts to the current length (dynamic NTK, LongRoPE) are therefore fixed by the
+longest sequence that will be served; up to the original context length of the model both give the same values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions are divided by `factor` (position interpolation, Chen et al. 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicNtkScaling:
+    """The base grows with the length served beyond `original_length`."""
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Interpolation of slow dimensions, extrapolation of fast ones, a ramp between (YaRN, Peng et al. 2023)."""
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    """Multiplies cos and sin, hence attention scores by its square."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Round the ends of the ramp to whole dimensions."""
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """A searched divisor for each frequency; another set when more than `original_length` is served (Ding et al. 2024)."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_length: int
+    attention_factor: float
+
+
+@dataclass(frozen=True)
+class FrequencyDivisors:
+    """One divisor for each frequency, as GGUF files store Llama 3.1 scaling."""
+
+    divisors: tuple[float, ...]
+
+
+RopeScaling = LinearScaling | DynamicNtkScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyDivisors
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    theta: float
+    rotary_dim: int
+    """Dimensions of a head that rotate; even, at most head_dim."""
+    scaling: RopeScaling | None = None
+
+
+def inverse_frequencies(spec: RopeSpec, max_length: int) -> tuple[torch.Tensor, float]:
+    """Radians a position for each rotated pair, and the factor on cos and sin.
+
+    Args:
+        max_length: the longest sequence served.
+
+    Returns:
+        ([rotary_dim / 2] float32, attention factor)
+    """
+    dim, theta = spec.rotary_dim, spec.theta
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain = 1.0 / theta**exponents
+    match spec.scaling:
+        case None:
+            return plain, 1.0
+        case LinearScaling(factor):
+            return plain / factor, 1.0
+        case DynamicNtkScaling(factor, original):
+            length = max(max_length, original)
+            base = theta * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
+            return 1.0 / base**exponents, 1.0
+        case Llama3Scaling():
+            return _llama3(plain, spec.scaling), 1.0
+        case YarnScaling():
+            return _yarn(plain, theta, dim, spec.scaling), spec.scaling.attention_factor
+        case LongRopeScaling(short, long, original, attention_factor):
+            divisors = torch.tensor(long if max_length > original else short, dtype=torch.float32)
+            return 1.0 / (divisors * theta**exponents), attention_factor
+        case FrequencyDivisors(divisors):
+            return plain / torch.tensor(divisors, dtype=torch.float32), 1.0
+
+
+def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    wavelength = 2 * math.pi / plain
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = ((scaling.original_length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def _yarn(plain: torch.Tensor, theta: float, dim: int, scaling: YarnScaling) -> torch.Tensor:
+    def dimension_of(rotations: float) -> float:
+        """The (fractional) dimension that turns `rotations` times over the original context."""
+        return dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    start, end = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - start) / (end - start or 0.001)
+    interpolated = ramp.clamp(0.0, 1.0)
+    return plain / scaling.factor * interpolated + plain * (1 - interpolated)
+
+
+def cos_sin_table(spec: RopeSpec, max_length: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of every position.
+
+    Returns:
+        [max_length, rotary_dim] float32: cosines, then sines.
+    """
+    frequencies, attention_factor = inverse_frequencies(spec, max_length)
+    angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)

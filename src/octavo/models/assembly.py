@@ -1,0 +1,130 @@
+"""From checkpoint tensors to a model's parameters: every parameter filled exactly once, packed as soon as it is whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.models.decoder import Weights
+from octavo.models.families.base import Target
+from octavo.models.spec import ModelSpec, Parameter, parameters
+from octavo.ops.packed import LinearWeight
+from octavo.ops.registry import Ops
+from octavo.weights.dummy import fill_dummy
+from octavo.weights.stored import StoredTensor
+
+_IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
+"""Buffers that older exporters saved; they follow from the config."""
+_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")
+
+
+class Assembly:
+    """The parameters of one model while they are being filled. `add` each tensor, then `finish`."""
+
+    def __init__(self, spec: ModelSpec, targets: Mapping[str, Target], ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec = spec
+        self._targets = targets
+        self._ops = ops
+        self._dtype = dtype
+        self._device = device
+        self._parameters = {p.name: p for p in parameters(spec)}
+        self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._parameters.items()}
+        """Parameter -> parts not yet filled; the part None is the whole of a parameter without parts."""
+        self._partial: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._linears: dict[str, LinearWeight] = {}
+        self._nbytes = 0
+
+    def add(self, stored: StoredTensor) -> None:
+        """Copy a tensor to its place.
+
+        Raises:
+            CheckpointError: the model has no place for it, it has another shape, or its place is filled already.
+        """
+        if _IGNORED.search(stored.name):
+            return
+        found = _LAYER.search(stored.name)
+        pattern = stored.name if found is None else f"{stored.name[: found.start()]}{{i}}{stored.name[found.end() :]}"
+        target = self._targets.get(pattern)
+        if target is not None and target.parameter == "head" and self._spec.tied_embeddings:
+            return  # some exporters write the shared matrix twice
+        parameter = self._parameters.get(target.parameter.format(i=found and found[0])) if target is not None else None
+        if target is None or parameter is None:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
+                f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
+            )
+        self._fill(parameter, target.part, stored)
+
+    def _fill(self, parameter: Parameter, part: str | None, stored: StoredTensor) -> None:
+        start, stop = parameter.parts[part] if part else (0, parameter.shape[0])
+        shape = (stop - start, *parameter.shape[1:])
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {list(shape)}."
+            )
+        filled: set[str | None] = {part} if part else _parts(parameter)
+        if not filled <= self._missing[parameter.name]:
+            raise CheckpointError(f"{stored.file}: tensor {stored.name} fills what another tensor has filled already.")
+        stored.copy_into(self._buffer(parameter)[start:stop])
+        self._missing[parameter.name] -= filled
+        if not self._missing[parameter.name]:
+            self._complete(parameter)
+
+    def _buffer(self, parameter: Parameter) -> torch.Tensor:
+        if parameter.name not in self._partial:
+            self._partial[parameter.name] = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+        return self._partial[parameter.name]
+
+    def _complete(self, parameter: Parameter) -> None:
+        tensor = self._partial.pop(parameter.name)
+        if parameter.kind == "norm" and self._spec.norm_unit_offset:
+            tensor += 1.0
+        if parameter.kind != "linear":
+            self._tensors[parameter.name] = tensor
+            self._nbytes += tensor.nbytes
+        if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings):
+            name = "head" if parameter.name == "embed" else parameter.name
+            self._linears[name] = packed = self._ops.pack_linear(tensor)
+            self._nbytes += 0 if packed.data is tensor and parameter.kind != "linear" else packed.nbytes
+
+    def fill_dummy(self, seed: int) -> Iterator[int]:
+        """Fill every parameter with random values; yields the bytes done after each."""
+        done = 0
+        for parameter in self._parameters.values():
+            buffer = self._buffer(parameter)
+            fill_dummy(parameter.name, parameter.kind, buffer, seed)
+            done += buffer.nbytes
+            if parameter.kind == "norm" and self._spec.norm_unit_offset:
+                buffer -= 1.0
+            self._missing[parameter.name].clear()
+            self._complete(parameter)
+            yield done
+
+    def finish(self) -> Weights:
+        """The filled parameters.
+
+        Raises:
+            CheckpointError: some are missing; names them as the checkpoint should have called them.
+        """
+        missing = [(name, part) for name, parts in self._missing.items() for part in parts]
+        if missing:
+            names = [self._source_name(name, part) for name, part in missing[:4]]
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
+        return Weights(self._tensors, self._linears, self._nbytes)
+
+    def _source_name(self, name: str, part: str | None) -> str:
+        found = _LAYER.search(name)
+        pattern = name if found is None else f"{name[: found.start()]}{{i}}{name[found.end() :]}"
+        for source, target in self._targets.items():
+            if target == Target(pattern, part):
+                return source.format(i=found and found[0])
+        return name
+
+
+def _parts(parameter: Parameter) -> set[str | None]:
+    return {*parameter.parts} or {None}

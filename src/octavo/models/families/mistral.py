@@ -1,0 +1,27 @@
+"""Mistral 7B and its successors: Llama with a sliding window in every layer (v0.1), or without one (from v0.2 on)."""
+
+from __future__ import annotations
+
+from octavo.models.families.base import DECODER_WEIGHTS, Family, decoder_spec
+from octavo.models.hf_config import HfConfig
+from octavo.models.spec import ModelSpec
+
+_DEFAULT_WINDOW = 4096
+_DEFAULT_KV_HEADS = 8
+
+
+def _spec(config: HfConfig) -> ModelSpec:
+    # An explicit null means no window; only a missing key has the default of the first release.
+    null = "sliding_window" in config.values and config.values["sliding_window"] is None
+    window = None if null else config.integer("sliding_window", _DEFAULT_WINDOW)
+    kv_heads = None if "num_key_value_heads" in config.values else _DEFAULT_KV_HEADS
+    layers = config.integer("num_hidden_layers")
+    return decoder_spec(config, "MistralForCausalLM", sliding_windows=(window,) * layers, num_kv_heads=kv_heads)
+
+
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    spec=_spec,
+    weights=DECODER_WEIGHTS,
+)

@@ -1,0 +1,130 @@
+"""`load_model`: from an `EngineConfig` to a model that is ready to run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from octavo.checkpoint.gguf_file import GgufFile, read_gguf
+from octavo.config.sizes import format_bytes
+from octavo.config.types import EngineConfig
+from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.rope import FrequencyDivisors
+from octavo.models.assembly import Assembly
+from octavo.models.decoder import Decoder, Model, Weights
+from octavo.models.families.base import Family
+from octavo.models.registry import model_spec
+from octavo.models.spec import ModelSpec, parameters
+from octavo.ops.registry import Ops
+from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.safetensors import open_safetensors, weight_files
+from octavo.weights.stored import StoredTensor
+
+Progress = Callable[[str, int, int], None]
+"""(phase, done, total), in bytes of the checkpoint."""
+
+_PHASE = "weights"
+
+
+def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress) -> Model:
+    """Build the model that the config names and fill it.
+
+    Args:
+        progress: called with ("weights", bytes done, bytes in all), first with 0 and last with the total.
+
+    Raises:
+        UnsupportedModel: an architecture or a format that does not run here.
+        CheckpointError: files missing, truncated, corrupt, or not matching their config; names the file and the tensor.
+        ConfigError: the weights do not fit into memory, or the load format does not fit the path.
+    """
+    model = config.model
+    gguf = _gguf(model.path, model.load_format)
+    if gguf is None:
+        spec, family = model_spec(model.hf_config, os.path.join(model.path, "config.json"))
+    else:
+        spec, family = _gguf_spec(model.hf_config, gguf)
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
+    if 0 < config.device.total_bytes < needed:
+        raise ConfigError(_too_large(config, needed))
+
+    assembly = Assembly(spec, family.weights, ops, dtype, device)
+    try:
+        with torch.no_grad():
+            if model.load_format == "dummy":
+                weights = _fill_dummy(assembly, needed, model.seed, progress)
+            else:
+                weights = _fill_stored(assembly, *_stored(model.path, gguf), progress)
+            return Decoder(spec, weights, ops, max_length=model.max_model_len)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise ConfigError(_too_large(config, needed)) from None
+    except RuntimeError as e:
+        if "can't allocate memory" in str(e):  # what torch's CPU allocator says
+            raise ConfigError(_too_large(config, needed)) from None
+        raise
+
+
+def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress) -> Weights:
+    progress(_PHASE, 0, total)
+    for done in assembly.fill_dummy(seed):
+        progress(_PHASE, done, total)
+    return assembly.finish()
+
+
+def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor], progress: Progress) -> Weights:
+    done = 0
+    progress(_PHASE, 0, total)
+    for stored in tensors:
+        assembly.add(stored)
+        done += stored.nbytes
+        progress(_PHASE, min(done, total), total)
+    weights = assembly.finish()
+    progress(_PHASE, total, total)
+    return weights
+
+
+def _stored(path: str, gguf: GgufFile | None) -> tuple[int, Iterable[StoredTensor]]:
+    """The size of all weights in bytes, and the tensors, file by file."""
+    if gguf is not None:
+        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
+    files = weight_files(path)
+    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_safetensors, files))
+
+
+def _gguf(path: str, load_format: str) -> GgufFile | None:
+    """The GGUF file that `path` means, if it means one."""
+    if os.path.isfile(path):
+        if load_format == "safetensors":
+            raise ConfigError(f"--load-format safetensors needs a model folder, got the file {path}.")
+        return read_gguf(path)
+    if load_format != "gguf":
+        return None
+    found = sorted(n for n in os.listdir(path) if n.endswith(".gguf")) if os.path.isdir(path) else []
+    if len(found) != 1:
+        raise CheckpointError(f"{path}: holds {len(found)} .gguf files. Give the path of the one to load.")
+    return read_gguf(os.path.join(path, found[0]))
+
+
+def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec, Family]:
+    """The spec, corrected by what only the tensors of a GGUF file tell: a head of its own, biases, rotary divisors."""
+    tied = "output.weight" not in gguf.tensors
+    spec, family = model_spec({**hf_config, "tie_word_embeddings": tied}, gguf.path)
+    spec = replace(spec, qkv_bias="blk.0.attn_q.bias" in gguf.tensors, attention_out_bias="blk.0.attn_output.bias" in gguf.tensors)
+    if (divisors := rope_divisors(gguf)) is not None:
+        if len(divisors) != spec.rope.rotary_dim // 2 or not all(math.isfinite(d) and d > 0 for d in divisors):
+            raise CheckpointError(f"{gguf.path}: tensor rope_freqs.weight does not hold {spec.rope.rotary_dim // 2} positive numbers.")
+        spec = replace(spec, rope=replace(spec.rope, scaling=FrequencyDivisors(tuple(divisors))))
+    return spec, family
+
+
+def _too_large(config: EngineConfig, needed: int) -> str:
+    return (
+        f"The weights of {config.model.name} need {format_bytes(needed)} in {config.model.dtype}, which {config.device.name} "
+        f"({format_bytes(config.device.total_bytes)}) cannot hold. Use a smaller model or dtype."
+    )

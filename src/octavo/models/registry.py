@@ -1,0 +1,52 @@
+"""Architecture name -> family. The one list of what runs natively."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.errors import UnsupportedModel
+from octavo.models.families import llama, mistral, qwen2, qwen3
+from octavo.models.families.base import Family
+from octavo.models.hf_config import HfConfig
+from octavo.models.spec import ModelSpec
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Every architecture name that `family_for` knows, sorted."""
+    return tuple(sorted(name for family in FAMILIES for name in family.architectures))
+
+
+def family_for(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a checkpoint.
+
+    Raises:
+        UnsupportedModel: none of the config's architectures is known; the message lists those that are.
+    """
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list):
+        names = [names]
+    for family in FAMILIES:
+        if any(name in family.architectures for name in names):
+            return family
+    given = ", ".join(map(str, names)) or f"none given, model_type {hf_config.get('model_type')!r}"
+    raise UnsupportedModel(f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}.")
+
+
+def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tuple[ModelSpec, Family]:
+    """What a checkpoint is, from its config alone.
+
+    Args:
+        where: the file that the config comes from, for messages.
+
+    Raises:
+        UnsupportedModel: an unknown architecture, or a quantised checkpoint.
+        CheckpointError: a config value that is missing or impossible.
+    """
+    family = family_for(hf_config)
+    if quantization := hf_config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        raise UnsupportedModel(f"Quantised checkpoints ({method}) are not supported. Use the unquantised one, or a GGUF file.")
+    return family.spec(HfConfig(hf_config, where)), family

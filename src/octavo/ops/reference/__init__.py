@@ -1,0 +1,19 @@
+"""Every operation in plain torch: short, right on any device and in any float dtype, and what all others are tested against."""
+
+from __future__ import annotations
+
+from octavo.ops.reference.activation import gated_mul
+from octavo.ops.reference.linear import embedding, linear, pack_linear
+from octavo.ops.reference.norm import add_rms_norm, rms_norm
+from octavo.ops.reference.rope import rope
+from octavo.ops.registry import Ops
+
+OPS = Ops(
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rope=rope,
+    gated_mul=gated_mul,
+    pack_linear=pack_linear,
+    linear=linear,
+    embedding=embedding,
+)

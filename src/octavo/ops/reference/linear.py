@@ -1,0 +1,23 @@
+"""Matrix products with weights, and embedding lookup."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from octavo.ops.packed import DenseWeight, LinearWeight
+
+
+def pack_linear(weight: torch.Tensor) -> LinearWeight:
+    """See `ops.registry.PackLinear`."""
+    return DenseWeight.plain(weight)
+
+
+def linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """See `ops.registry.Linear`. Takes the plain layout only."""
+    return F.linear(x, weight.data, bias)
+
+
+def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """See `ops.registry.Embedding`."""
+    return F.embedding(token_ids, table)

@@ -1,0 +1,138 @@
+"""The operations that layers are made of: their signatures, and the table of implementations for a device.
+
+An operation exists first in `ops/reference` (plain torch, the oracle of the tests); `ops/cpu` and `ops/triton` replace some
+of them. A layer is handed an `Ops` and calls through it, so that no model names a device or a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.ops.packed import LinearWeight
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, the mean of squares in float32 (Zhang & Sennrich 2019).
+
+        Args:
+            x: [..., dim]
+            weight: [dim]
+
+        Returns:
+            [..., dim] in x's dtype.
+        """
+
+
+class AddRmsNorm(Protocol):
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream and the norm that reads it, in one pass over memory. May overwrite x and residual.
+
+        Args:
+            x, residual: [tokens, dim]
+            weight: [dim]
+
+        Returns:
+            (rms_norm(x + residual), x + residual), each [tokens, dim] in x's dtype.
+        """
+
+
+class Rope(Protocol):
+    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Rotate pairs (i, i + rotary_dim / 2) of each head, as Llama does (RoFormer, Su et al. 2021). May overwrite x.
+
+        Args:
+            x: [tokens, heads, head_dim]; strided in the first dimension is fine (a slice of fused qkv).
+            cos_sin: [tokens, rotary_dim] float32: cosines, then sines. Dimensions from rotary_dim on pass through.
+
+        Returns:
+            [tokens, heads, head_dim] in x's dtype; computed in float32.
+        """
+
+
+class GatedMul(Protocol):
+    def __call__(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up (GLU variants, Shazeer 2020).
+
+        Args:
+            gate_up: [tokens, 2 * dim]: gate, then up.
+
+        Returns:
+            [tokens, dim]
+        """
+
+
+class PackLinear(Protocol):
+    def __call__(self, weight: torch.Tensor) -> LinearWeight:
+        """Put a weight into the layout that `linear` likes best. The caller drops its own reference: one copy stays.
+
+        Args:
+            weight: [out_features, in_features]
+        """
+
+
+class Linear(Protocol):
+    def __call__(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """x @ weight.T + bias.
+
+        Args:
+            x: [tokens, in_features]
+            bias: [out_features]
+
+        Returns:
+            [tokens, out_features]
+        """
+
+
+class Embedding(Protocol):
+    def __call__(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows of a table.
+
+        Args:
+            token_ids: [tokens] int64
+            table: [vocab, dim]
+
+        Returns:
+            [tokens, dim]
+        """
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One implementation of each operation."""
+
+    rms_norm: RmsNorm
+    add_rms_norm: AddRmsNorm
+    rope: Rope
+    gated_mul: GatedMul
+    pack_linear: PackLinear
+    linear: Linear
+    embedding: Embedding
+
+
+def load_ops(device_kind: str) -> Ops:
+    """The fastest implementation of each operation that this installation has for a device.
+
+    Args:
+        device_kind: "cpu", "cuda", or "reference" for the plain torch oracle, which runs anywhere.
+
+    Raises:
+        ConfigError: no such device kind.
+    """
+    from octavo.ops import reference
+
+    if device_kind == "reference":
+        return reference.OPS
+    if device_kind == "cpu":
+        from octavo.ops import cpu
+
+        return replace(reference.OPS, **cpu.overrides())
+    if device_kind == "cuda":
+        return reference.OPS
+    raise ConfigError(f"There are no operations for the device {device_kind!r}. Use cpu or cuda.")

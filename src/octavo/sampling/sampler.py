@@ -1,0 +1,227 @@
+"""The sampler: runs the stages that a step's requests need, in the order that users of other engines expect.
+
+Raw logprobs; allowed tokens, bad words, min_tokens, logit_bias; penalties; greedy choice; temperature, min-p, top-k, top-p;
+Gumbel-max. A step of plain greedy requests takes one argmax and nothing else. Which stages run is decided on the host, from
+what requests asked for; the device is never waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from octavo.ops.transfer import download, upload
+from octavo.protocol.engine import LogprobRow
+from octavo.protocol.step import Int32
+from octavo.sampling import logprobs, masks
+from octavo.sampling.filters import apply_filters
+from octavo.sampling.logprobs import LogprobTensors
+from octavo.sampling.penalties import apply_penalties
+from octavo.sampling.random import categorical, row_keys
+from octavo.sampling.state import Column, Feature, Int64, SamplerState, SlotRecord
+
+SLICE_ELEMENTS = 2**24
+"""Rows are sampled in slices of about this many logits, which bounds the memory that the stages need."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What came out. Tensors are on the device, or (after `to_host`) on the host."""
+
+    tokens: torch.Tensor
+    """[rows] int64."""
+    valid: torch.Tensor
+    """[rows] bool; false where the logits were not usable (NaN, inf, nothing allowed)."""
+    scored: LogprobTensors | None
+    scored_slots: Int32
+    """The slots that `scored` is of."""
+    scored_records: tuple[SlotRecord, ...]
+
+    def to_host(self) -> Sampled:
+        scored = None if self.scored is None else self.scored.to_host()
+        return Sampled(download(self.tokens), download(self.valid), scored, self.scored_slots, self.scored_records)
+
+    def logprob_rows(self) -> dict[int, list[LogprobRow]] | None:
+        """Protocol rows by slot, on the host."""
+        if self.scored is None:
+            return None
+        records = self.scored_records
+        rows = logprobs.to_rows(self.scored, [r.logprobs for r in records], [r.logprob_token_ids for r in records])
+        return {slot: [row] for slot, row in zip(self.scored_slots.tolist(), rows, strict=True)}
+
+
+class Sampler:
+    """Samples from logits by slot.
+
+    Args:
+        state: what requests asked for; kept up to date by the owner.
+        token_table: [slots, width] int32 on the device: all tokens of each slot's request so far.
+        processed_logprobs: report logprobs after all stages rather than of the model's own logits.
+    """
+
+    def __init__(self, state: SamplerState, token_table: torch.Tensor, *, processed_logprobs: bool = False) -> None:
+        self._state = state
+        self._token_table = token_table
+        self._processed = processed_logprobs
+
+    def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32) -> Sampled:
+        """One token a row.
+
+        Args:
+            logits: [rows, vocab] float32; overwritten.
+            slots, positions: [rows] each row's slot, and the position in its sequence that the token will take: the number
+                of tokens it has so far.
+        """
+        rows = max(1, SLICE_ELEMENTS // logits.shape[1])
+        if len(slots) <= rows or not self._state.features[slots].any():
+            return self._sample(logits, slots, positions)
+        parts = [
+            self._sample(logits[begin : begin + rows], slots[begin : begin + rows], positions[begin : begin + rows])
+            for begin in range(0, len(slots), rows)
+        ]
+        scored = [part.scored for part in parts if part.scored is not None]
+        return Sampled(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.valid for part in parts]),
+            _merge(scored) if scored else None,
+            np.concatenate([part.scored_slots for part in parts]),
+            tuple(record for part in parts for record in part.scored_records),
+        )
+
+    def _sample(self, logits: torch.Tensor, slots: Int32, positions: Int32) -> Sampled:
+        features = self._state.features[slots]
+        scoring = np.flatnonzero(features & Feature.LOGPROBS)
+        scores_from = None
+        if len(scoring) and not self._processed:
+            scores_from = self._take(logits, scoring, copy=bool((features & ~Feature.LOGPROBS).any()))
+        self._adjust(logits, features, slots, positions)
+        tokens, valid = self._choose(logits, features, slots, positions)
+        if not len(scoring):
+            return Sampled(tokens, valid, None, slots[:0], ())
+        if scores_from is None:
+            scores_from = self._take(logits, scoring, copy=False)
+        records = tuple(self._state.records[slot] for slot in slots[scoring].tolist())
+        most = -1 if any(r.logprobs == -1 for r in records) else max(r.logprobs for r in records)
+        extra = [r.logprob_token_ids for r in records]
+        scored = logprobs.score(scores_from, self._take(tokens, scoring, copy=False), most, extra)
+        return Sampled(tokens, valid, scored, slots[scoring], records)
+
+    def _adjust(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> None:
+        """The stages that greedy requests have too, in place."""
+        state = self._state
+        outputs = positions - state.prompt_lens[slots]
+
+        def users(feature: Feature) -> tuple[Int64, list[SlotRecord]]:
+            rows = np.flatnonzero(features & feature)
+            return rows, [state.records[slot] for slot in slots[rows].tolist()]
+
+        present = int(np.bitwise_or.reduce(features, initial=0))
+        if present & Feature.ALLOWED:
+            masks.apply_allowed(logits, *users(Feature.ALLOWED))
+        if present & Feature.BAD_WORDS:
+            rows, records = users(Feature.BAD_WORDS)
+            masks.apply_bad_words(logits, rows, records, self._token_table, slots[rows], positions[rows], outputs[rows])
+        if present & Feature.MIN_TOKENS:
+            rows, records = users(Feature.MIN_TOKENS)
+            masks.apply_min_tokens(logits, rows, records, outputs[rows])
+        if present & Feature.BIAS:
+            masks.apply_bias(logits, *users(Feature.BIAS))
+        if present & Feature.PENALTIES:
+            rows = np.flatnonzero(features & Feature.PENALTIES)
+            part = self._take(logits, rows, copy=False)
+            numbers = self._numbers(slots[rows])
+            apply_penalties(
+                part,
+                self._token_table,
+                slots[rows],
+                positions[rows],
+                state.prompt_lens[slots[rows]],
+                numbers[:, Column.PRESENCE],
+                numbers[:, Column.FREQUENCY],
+                numbers[:, Column.REPETITION],
+            )
+            self._put(logits, rows, part)
+
+    def _choose(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, valid) [rows] from adjusted logits, which are scaled and cut in place for the random rows."""
+        random = np.flatnonzero(features & Feature.RANDOM)
+        if len(random) == 0:
+            return _greedy(logits)
+        drawn = self._draw(logits, random, features, slots, positions)
+        if len(random) == len(slots):
+            return drawn
+        greedy = np.flatnonzero((features & Feature.RANDOM) == 0)
+        chosen = _greedy(self._take(logits, greedy, copy=False))
+        order = upload(np.argsort(np.concatenate([greedy, random])), logits.device)
+        tokens, valid = (torch.cat(pair).index_select(0, order) for pair in zip(chosen, drawn, strict=True))
+        return tokens, valid
+
+    def _draw(
+        self, logits: torch.Tensor, rows: Int64, features: Int32, slots: Int32, positions: Int32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._state
+        part = self._take(logits, rows, copy=False)
+        part.div_(self._numbers(slots[rows])[:, Column.TEMPERATURE].unsqueeze(1))
+        cut = np.flatnonzero(features[rows] & Feature.FILTERS)
+        if len(cut):
+            numbers = self._numbers(slots[rows][cut])
+            filtered = self._take(part, cut, copy=False)
+            top_k, top_p = state.top_k[slots[rows][cut]], state.top_p[slots[rows][cut]]
+            apply_filters(
+                filtered,
+                numbers[:, Column.TOP_K],
+                numbers[:, Column.TOP_P],
+                numbers[:, Column.LOG_MIN_P],
+                most_k=int(top_k.max()) if top_k.all() else None,
+                any_top_p=bool((top_p < 1.0).any()),
+            )
+            self._put(part, cut, filtered)
+        if self._processed:
+            self._put(logits, rows, part)
+        own = slots[rows]
+        keys = row_keys(state.seeds[own], state.indices[own], positions[rows])
+        return categorical(part, upload(keys, logits.device))
+
+    def _numbers(self, slots: Int32) -> torch.Tensor:
+        return self._state.numbers.index_select(0, upload(slots, self._state.device))
+
+    @staticmethod
+    def _take(tensor: torch.Tensor, rows: Int64, *, copy: bool) -> torch.Tensor:
+        """The given rows; without `copy`, all rows are the tensor itself."""
+        if len(rows) == len(tensor):
+            return tensor.clone() if copy else tensor
+        return tensor.index_select(0, upload(rows, tensor.device))
+
+    @staticmethod
+    def _put(tensor: torch.Tensor, rows: Int64, values: torch.Tensor) -> None:
+        """Undo `_take`: the given rows become `values`."""
+        if values is not tensor:
+            tensor.index_copy_(0, upload(rows, tensor.device), values)
+
+
+def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, valid) [rows]: the lowest of the likeliest ids."""
+    best = logits.max(dim=-1)
+    return best.indices, best.values.isfinite()
+
+
+def _merge(parts: list[LogprobTensors]) -> LogprobTensors:
+    """Slices may have asked for different numbers of alternatives: pad to the widest."""
+    k = max(part.top_ids.shape[1] for part in parts)
+    e = max(part.extra_logprobs.shape[1] for part in parts)
+    pad = torch.nn.functional.pad
+    return LogprobTensors.concatenate(
+        [
+            LogprobTensors(
+                part.tokens,
+                part.logprobs,
+                part.ranks,
+                pad(part.top_ids, (0, k - part.top_ids.shape[1])),
+                pad(part.top_logprobs, (0, k - part.top_logprobs.shape[1])),
+                pad(part.extra_logprobs, (0, e - part.extra_logprobs.shape[1])),
+            )
+            for part in parts
+        ]
+    )

@@ -1,0 +1,110 @@
+"""Hugging Face folders of safetensors: which files there are, and their tensors, memory-mapped.
+
+Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import CheckpointError
+from octavo.weights.stored import StoredTensor
+
+_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The dtypes that a weight can have."""
+_INDEX: Final = "model.safetensors.index.json"
+
+
+def weight_files(folder: str) -> list[str]:
+    """The safetensors files that make up the model in `folder`, sorted.
+
+    The index decides when there is one; else `model.safetensors`; else all files (some repositories add a second,
+    consolidated copy of everything, which only the index or the name tells apart).
+
+    Raises:
+        CheckpointError: none, or one that the index names is missing.
+    """
+    if os.path.isfile(index := os.path.join(folder, _INDEX)):
+        return _indexed_files(folder, index)
+    if os.path.isfile(single := os.path.join(folder, "model.safetensors")):
+        return [single]
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as e:
+        raise CheckpointError(f"{folder}: cannot be read: {e}") from None
+    if found := [os.path.join(folder, n) for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]:
+        return found
+    if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
+        raise CheckpointError(
+            f"{folder}: has PyTorch pickle weights only, which are not read. Convert them: "
+            "load with transformers' from_pretrained and write with save_pretrained, which makes safetensors."
+        )
+    raise CheckpointError(f"{folder}: holds no *.safetensors weights. For random weights use --load-format dummy.")
+
+
+def _indexed_files(folder: str, index: str) -> list[str]:
+    try:
+        with open(index, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{index}: not a sound index of safetensors files: {e!r}") from None
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise CheckpointError(f"{index}: names the file {name!r}; only files of the same folder are allowed.")
+        if not os.path.isfile(os.path.join(folder, name)):
+            raise CheckpointError(f"{os.path.join(folder, name)}: missing, but {_INDEX} names it. Download the model again.")
+    return [os.path.join(folder, name) for name in names]
+
+
+def open_safetensors(path: str) -> Iterator[StoredTensor]:
+    """The tensors of one file. Pages are mapped, and read when a tensor is copied.
+
+    Raises:
+        CheckpointError: unreadable, truncated or corrupt; names the first tensor that is hurt.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                view = file.get_slice(name)
+                dtype, shape = view.get_dtype(), tuple(view.get_shape())
+                if dtype not in _BYTES:
+                    raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
+                nbytes = _BYTES[dtype] * torch.Size(shape).numel()
+                yield StoredTensor(name, shape, nbytes, path, _copier(file, name, path))
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again.") from None
+
+
+def _copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
+    def copy_into(destination: torch.Tensor) -> None:
+        try:
+            destination.copy_(file.get_tensor(name))
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read: {e}") from None
+
+    return copy_into
+
+
+def _diagnosis(path: str) -> str | None:
+    """Which tensor does not fit into the file; None when the header does not say."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            if header_size > size - 8:
+                return f"the header should have {header_size} bytes, the file has {size} (truncated?)"
+            header = json.loads(file.read(header_size))
+        entries = [(e["data_offsets"][1], name) for name, e in header.items() if name != "__metadata__"]
+        for end, name in sorted(entries):
+            if 8 + header_size + end > size:
+                return f"tensor {name} ends at byte {8 + header_size + end}, the file has {size} (truncated?)"
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        pass
+    return None

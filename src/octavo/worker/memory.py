@@ -1,0 +1,135 @@
+"""How much memory there is for the KV cache: what the device has, minus what everything else needs, measured or bounded.
+
+`size_cache` is the rule (pure); the rest finds its numbers. On a GPU the worst legal step is run and its peak read from the
+allocator. On a CPU that would take seconds to find out little, so its need is bounded by arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.config.device import host_memory
+from octavo.config.sizes import format_bytes
+from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
+from octavo.models.spec import ModelSpec
+from octavo.worker.slots import SlotTables
+
+CPU_CACHE_BYTES = 4 * 2**30
+"""Largest default cache on a CPU: other programs live there too. Pages are only taken as blocks are first used."""
+CPU_FRACTION = 0.5
+"""Of the host memory still free, this much may go to the cache by default."""
+LARGEST_TILES_BYTES = 192 * 2**20
+"""Attention tiles and masks, and a sampler or logprobs slice with its copies (see those files for the single limits)."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Device memory by use, in bytes."""
+
+    total: int
+    other: int
+    """In use by other processes (and by the driver) when we started."""
+    weights: int
+    activations: int
+    """The worst step, and the tables."""
+    cache: int
+    """What is left for the KV cache: a limit, not a size."""
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    num_blocks: int
+    """Including the null block."""
+    max_model_len: int
+    warnings: tuple[str, ...] = ()
+
+
+def size_cache(config: EngineConfig, budget: Budget, bytes_per_block: int) -> CacheSize:
+    """How many blocks to allocate, and the longest sequence that they allow.
+
+    Raises:
+        ConfigError: max_model_len does not fit; says which length does, and which setting would make it fit.
+    """
+    cache, block_size, length = config.cache, config.cache.block_size, config.model.max_model_len
+    if cache.num_blocks_override is not None:
+        room = (cache.num_blocks_override - 1) * block_size
+        if room < length and not config.model.auto_max_model_len:
+            warning = f"The KV cache is set to {cache.num_blocks_override} blocks: requests over {room} tokens will be refused."
+            return CacheSize(cache.num_blocks_override, length, (warning,))
+        return CacheSize(cache.num_blocks_override, min(length, max(1, room)))
+
+    warnings: tuple[str, ...] = ()
+    available = budget.cache
+    if cache.memory_bytes is not None:
+        if cache.memory_bytes > budget.cache:
+            warnings = (
+                f"The KV cache is set to {format_bytes(cache.memory_bytes)}, but only {format_bytes(max(0, budget.cache))} are free for it.",
+            )
+        available = cache.memory_bytes
+    num_blocks = max(0, available) // bytes_per_block
+    if config.device.kind == "cpu" and cache.memory_bytes is None:
+        # On a CPU more than all requests at their longest would only take memory from others.
+        num_blocks = min(num_blocks, 1 + config.scheduler.max_num_seqs * -(-length // block_size))
+
+    needed = 1 + -(-length // block_size)
+    if num_blocks >= needed:
+        return CacheSize(num_blocks, length, warnings)
+    fits = max(0, (num_blocks - 1) * block_size)
+    if config.model.auto_max_model_len and fits > 0:
+        return CacheSize(num_blocks, fits, (*warnings, f"max_model_len is {fits}: what the KV cache has room for ({length} asked)."))
+    raise ConfigError(_does_not_fit(config, budget, available, needed * bytes_per_block, fits))
+
+
+def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: int, fits: int) -> str:
+    text = (
+        f"max_model_len={config.model.max_model_len} needs {format_bytes(needed)} of KV cache, but there are "
+        f"{format_bytes(max(0, available))} for it. "
+    )
+    text += f"Lower --max-model-len to {fits} or less (auto finds it)" if fits else "No length fits: free memory or use a smaller model"
+    if config.cache.memory_bytes is not None:
+        return text + f", or raise --kv-cache-memory-bytes to at least {needed}."
+    if config.device.kind == "cpu":
+        return text + f", or set --cpu-kvcache-space to at least {needed / 2**30:.2f} (GiB)."
+    fraction = (needed + budget.other + budget.weights + budget.activations) / max(1, budget.total)
+    if fraction < 1.0:
+        return text + f", or raise --gpu-memory-utilization to {fraction + 0.005:.2f}."
+    return text + "."
+
+
+def activation_bound(spec: ModelSpec, config: EngineConfig, itemsize: int) -> int:
+    """Bytes that the worst legal step may take on a CPU, from above: live tensors of a layer, gathered keys, logits, tables."""
+    scheduler, length = config.scheduler, config.model.max_model_len
+    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    per_token = 4 * spec.hidden_size + 2 * qkv + 3 * spec.mlp.intermediate_size
+    gathered = 4 * length * spec.num_kv_heads * spec.head_dim
+    logits = 4 * 4 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * spec.vocab_size
+    tables = SlotTables.bytes_needed(scheduler.max_num_seqs, length, config.cache.block_size)
+    return (scheduler.max_num_batched_tokens * per_token + gathered) * itemsize + logits + tables + LARGEST_TILES_BYTES
+
+
+def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
+    """After the weights are loaded: half of what is still free, 4 GiB at most."""
+    total, available = host_memory()
+    left = available - activations
+    # A size that was asked for is compared with all that is free, not with our default's share of it.
+    cache = left if config.cache.memory_bytes is not None else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION))
+    other = max(0, config.device.total_bytes - config.device.free_bytes)
+    return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
+
+
+def cuda_budget(config: EngineConfig, weights: int, device: torch.device) -> Budget:
+    """After the worst step has run, and with nothing but weights and tables allocated any more.
+
+    The allocator's peak counts weights, tables and the step; what the device misses beyond our reservation is the driver's and
+    other processes'.
+    """
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    other = max(0, total - free - torch.cuda.memory_reserved(device))
+    cache = int(total * config.cache.memory_utilization) - other - peak
+    return Budget(total=total, other=other, weights=weights, activations=max(0, peak - weights), cache=min(cache, free))

@@ -1,0 +1,177 @@
+"""One step on one rank: update the tables, gather inputs, forward, sample, publish.
+
+`launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
+for them and makes the `StepResult`. On a CPU the work is done when `launch` returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from octavo.attention.base import AttentionBackend, StepBatch
+from octavo.models.decoder import Model
+from octavo.ops.transfer import upload_many
+from octavo.protocol.engine import LogprobRow
+from octavo.protocol.step import Int32, StepPlan, StepResult
+from octavo.sampling.logprobs import LogprobTensors, score, to_rows
+from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
+from octavo.sampling.state import SamplerState
+from octavo.worker.inputs import gather_inputs
+from octavo.worker.slots import SlotTables
+
+
+def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
+
+
+class StepClock:
+    """Times a step on its device: by events in the stream, or by the host's clock where the device is the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = _event_pair() if device.type == "cuda" else None
+        self._began = self._ended = 0.0
+        if self._events is not None:
+            self._events[0].record()
+        else:
+            self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._events is not None:
+            self._events[1].record()
+        else:
+            self._ended = time.perf_counter()
+
+    def wait(self) -> float:
+        """Wait until the device has come past `stop`; the seconds since the clock was made."""
+        if self._events is None:
+            return self._ended - self._began
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Scores of consecutive prompt tokens of the request in `slot`."""
+
+    slot: int
+    scored: LogprobTensors
+    top: int
+    """How many alternatives the request asked for; -1 is all."""
+
+    def rows(self) -> list[LogprobRow]:
+        return to_rows(self.scored, [self.top] * len(self.scored.tokens))
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way. Its tensors are on the host, and filled once `clock` has stopped."""
+
+    step_id: int
+    slots: Int32
+    """[sampled rows]"""
+    sampled: Sampled | None
+    """None where no row was to be sampled."""
+    prompt_scores: list[PromptScores]
+    clock: StepClock
+
+
+class Runner:
+    """Runs steps. Owns nothing that outlives a step; the tables, the cache and the weights belong to its parts."""
+
+    def __init__(
+        self, model: Model, attention: AttentionBackend, tables: SlotTables, sampler_state: SamplerState, sampler: Sampler
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._tables = tables
+        self._state = sampler_state
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start a step.
+
+        Raises:
+            Exception: whatever the model raised. The tables hold what the plan said, and the next step can run.
+        """
+        clock = StepClock(self._tables.device)
+        self._update(plan)
+        slots = plan.slots[plan.sample]
+        sampled, prompt_scores = None, []
+        if plan.num_tokens:
+            batch = gather_inputs(plan, self._tables)
+            hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch))
+            prompt_scores = self._score_prompts(plan, hidden)
+            if len(slots):
+                sampled = self._sample(plan, batch, hidden, slots).to_host()
+        clock.stop()
+        return Launched(plan.step_id, slots, sampled, prompt_scores, clock)
+
+    def _update(self, plan: StepPlan) -> None:
+        self._state.leave(plan.free_slots)
+        self._state.enter(plan.init)
+        self._tables.update(plan)
+        if len(plan.copy_src):
+            source, destination = upload_many([plan.copy_src, plan.copy_dst], self._tables.device)
+            self._attention.copy_blocks(source, destination)
+
+    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, slots: Int32) -> Sampled:
+        """Sample the rows that want it, and write the tokens where the next step reads them."""
+        ends = np.cumsum(plan.count, dtype=np.int32)
+        positions = (plan.start + plan.count)[plan.sample]
+        last, row_slots, row_positions = upload_many([ends[plan.sample] - 1, slots, positions], self._tables.device)
+        if len(slots) < batch.num_tokens:
+            hidden = hidden.index_select(0, last)
+        sampled = self._sampler.sample(self._model.logits(hidden), slots, positions)
+        self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
+        return sampled
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[PromptScores]:
+        """Score prompt tokens for the rows that asked, a slice of positions at a time: logits are large."""
+        results = []
+        begins = np.cumsum(plan.count) - plan.count
+        size = max(1, SLICE_ELEMENTS // self._model.spec.vocab_size)
+        for row in np.flatnonzero(self._state.wants_prompt_logprobs[plan.slots]):
+            slot, start, begin = int(plan.slots[row]), int(plan.start[row]), int(begins[row])
+            scorable = min(int(plan.count[row]), int(self._state.prompt_lens[slot]) - 1 - start)
+            if scorable <= 0:
+                continue
+            top = self._state.records[slot].prompt_logprobs or 0
+            targets = self._tables.tokens[slot, start + 1 : start + 1 + scorable].long()
+            parts = [
+                score(self._model.logits(hidden[begin + i : begin + min(i + size, scorable)]), targets[i : i + size], top)
+                for i in range(0, scorable, size)
+            ]
+            results.append(PromptScores(slot, LogprobTensors.concatenate(parts).to_host(), top))
+        return results
+
+
+def settle(launched: Launched, dtype_name: str) -> StepResult:
+    """Wait for a step and make its result.
+
+    Args:
+        dtype_name: the model's, for the advice in error messages.
+    """
+    seconds = launched.clock.wait()
+    result = StepResult(launched.step_id, launched.slots, np.zeros(len(launched.slots), np.int32), step_seconds=seconds)
+    broken: list[int] = []
+    if (sampled := launched.sampled) is not None:
+        result.tokens = sampled.tokens.numpy().astype(np.int32)
+        broken += launched.slots[~sampled.valid.numpy()].tolist()
+        result.logprobs = sampled.logprob_rows()
+    if launched.prompt_scores:
+        result.prompt_logprobs = {scores.slot: scores.rows() for scores in launched.prompt_scores}
+        broken += [s.slot for s in launched.prompt_scores if bool(s.scored.logprobs.isnan().any())]
+    if broken:
+        result.errors = dict.fromkeys(
+            broken,
+            f"The model's output for this request was not a number, or every token was forbidden (dtype {dtype_name}). "
+            "Check the request's logit_bias, allowed_token_ids and bad_words; if it sets none, try --dtype float32 or bfloat16.",
+        )
+    return result

@@ -1,0 +1,94 @@
+"""Steps that a worker makes up for itself: the first ones (lazy initialisation, kernel selection) and the worst legal one.
+
+Their block tables hold nothing but the null block, so they need no pool and disturb no request.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octavo.config.types import EngineConfig
+from octavo.protocol.params import SamplingParams
+from octavo.protocol.step import Int32, SlotInit, StepPlan
+
+WARMUP_TOKENS = 32
+
+
+def every_feature(vocab_size: int) -> SamplingParams:
+    """Sampling parameters that make all stages of the sampler run."""
+    token = vocab_size - 1
+    return SamplingParams(
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.01,
+        seed=0,
+        logprobs=min(20, vocab_size),
+        logit_bias={token: 1.0},
+        min_tokens=1,
+        max_tokens=2,
+    )
+
+
+def made_up_step(counts: list[int], sampling: SamplingParams, *, start: int = 0) -> StepPlan:
+    """A step of fresh requests in slots 0, 1, ...: `counts` tokens each from position `start`, all sampled."""
+    rows = len(counts)
+    nothing: Int32 = np.zeros(0, np.int32)
+    init = [
+        SlotInit(
+            slot=slot,
+            token_ids=np.zeros(start + count, np.int32),
+            num_prompt_tokens=start + count,
+            block_ids=nothing,
+            sampling=sampling,
+            index=0,
+            eos_token_ids=[0],
+        )
+        for slot, count in enumerate(counts)
+    ]
+    count = np.asarray(counts, np.int32)
+    return StepPlan(
+        step_id=-1,
+        init=init,
+        free_slots=nothing,
+        slots=np.arange(rows, dtype=np.int32),
+        start=np.full(rows, start, np.int32),
+        count=count,
+        sample=np.ones(rows, np.bool_),
+        table_slots=nothing,
+        table_index=nothing,
+        table_blocks=nothing,
+        copy_src=nothing,
+        copy_dst=nothing,
+        num_tokens=int(count.sum()),
+        max_context=start + int(count.max()),
+    )
+
+
+def first_steps(config: EngineConfig) -> list[StepPlan]:
+    """A prompt chunk, a chunk with a prefix, and a decode."""
+    longest = config.model.max_model_len - 1
+    chunk = max(1, min(WARMUP_TOKENS, config.scheduler.max_num_batched_tokens, longest // 2))
+    sampling = every_feature(config.model.vocab_size)
+    return [made_up_step([chunk], sampling), made_up_step([chunk], sampling, start=chunk), made_up_step([1], sampling, start=chunk)]
+
+
+def worst_step(config: EngineConfig) -> StepPlan:
+    """The most tokens and the most sampled rows that one step may have, with every sampler stage in use."""
+    tokens = config.scheduler.max_num_batched_tokens
+    rows = min(config.scheduler.max_num_seqs, tokens)
+    longest = config.model.max_model_len - 1
+    counts = [1] * rows
+    spare = tokens - rows
+    for row in reversed(range(rows)):
+        more = min(spare, longest - 1)
+        counts[row] += more
+        spare -= more
+    return made_up_step(counts, every_feature(config.model.vocab_size))
+
+
+def all_slots(config: EngineConfig) -> Int32:
+    """Every slot that `first_steps` and `worst_step` may have used."""
+    return np.arange(config.scheduler.max_num_seqs, dtype=np.int32)

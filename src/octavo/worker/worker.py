@@ -1,0 +1,150 @@
+"""`Worker`: one rank. Builds its parts, sizes the KV cache, warms up, then runs steps in the order they come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from octavo.attention.base import LayerSpec
+from octavo.attention.torch_paged import TorchPagedAttention
+from octavo.config.types import EngineConfig
+from octavo.models.decoder import Model
+from octavo.models.loader import load_model
+from octavo.ops.registry import load_ops
+from octavo.protocol.engine import EngineReady, Phase
+from octavo.protocol.step import CacheShape, StepPlan, StepResult
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.state import SamplerState
+from octavo.worker.memory import Budget, CacheSize, activation_bound, cpu_budget, cuda_budget, size_cache
+from octavo.worker.runner import Launched, Runner, settle
+from octavo.worker.slots import SlotTables
+from octavo.worker.warmup import all_slots, first_steps, worst_step
+
+PROFILE_BLOCKS = 2
+"""Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
+
+
+class Worker:
+    """Implements what an executor needs of a rank.
+
+    Args:
+        progress: called with (phase, done, total) while it loads.
+
+    Raises:
+        CheckpointError, UnsupportedModel: the model cannot be loaded.
+        ConfigError: it does not fit into memory as configured.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
+        self._config = config
+        self._device = torch.device(config.device.kind)
+        self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
+        self._launched: deque[Launched] = deque()
+        self._phases: list[Phase] = []
+        torch.set_num_threads(config.device.threads)
+
+        with self._phase("load"):
+            self._model: Model = load_model(config, load_ops(config.device.kind), self._device, progress)
+        layers, block_size = self._model.layer_specs, config.cache.block_size
+        with self._phase("tables"):
+            scheduler = config.scheduler
+            self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device)
+            self._state = SamplerState(scheduler.max_num_seqs, self._device)
+            processed = config.model.logprobs_mode == "processed_logprobs"
+            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed)
+        with self._phase("memory"):
+            bytes_per_block = TorchPagedAttention.bytes_per_block(layers, block_size, self._cache_dtype)
+            budget = self._measure()
+            size = size_cache(config, budget, bytes_per_block)
+            self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
+        with self._phase("cache"):
+            self._runner = self._make_runner(layers, size.num_blocks)
+        with self._phase("warm-up"):
+            for plan in first_steps(config):
+                settle(self._runner.launch(plan), config.model.dtype)
+            self._state.leave(all_slots(config))
+        self._report = self._make_report(size, budget)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return self._shape
+
+    @property
+    def ready_report(self) -> EngineReady:
+        return self._report
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step; on a CPU it has run when this returns.
+
+        Raises:
+            Exception: the step could not run. Nothing is left to collect for it, and the next step can run.
+        """
+        try:
+            self._launched.append(self._runner.launch(plan))
+        except torch.OutOfMemoryError:
+            # Give fragments back, so that the next, smaller step has a chance.
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise
+
+    def collect(self) -> StepResult:
+        """The result of the oldest step not collected yet; waits for it."""
+        return settle(self._launched.popleft(), self._config.model.dtype)
+
+    def shutdown(self) -> None:
+        """Release the model, the cache and the tables. The worker cannot be used any more."""
+        self._launched.clear()
+        for name in ("_runner", "_sampler", "_state", "_tables", "_model"):
+            if hasattr(self, name):
+                delattr(self, name)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._phases.append(Phase(name, time.perf_counter() - began))
+
+    def _make_runner(self, layers: tuple[LayerSpec, ...], num_blocks: int) -> Runner:
+        attention = TorchPagedAttention(layers, num_blocks, self._config.cache.block_size, self._cache_dtype, self._device)
+        return Runner(self._model, attention, self._tables, self._state, self._sampler)
+
+    def _measure(self) -> Budget:
+        """What the weights and the worst step take, and what that leaves."""
+        config, weights = self._config, self._model.weights_bytes
+        if self._device.type == "cpu":
+            itemsize = getattr(torch, config.model.dtype).itemsize
+            return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        runner = self._make_runner(self._model.layer_specs, PROFILE_BLOCKS)
+        settle(runner.launch(worst_step(config)), config.model.dtype)
+        del runner
+        return cuda_budget(config, weights, self._device)
+
+    def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
+        config, shape = self._config, self._shape
+        return EngineReady(
+            pid=os.getpid(),
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=size.max_model_len,
+            vocab_size=self._model.spec.vocab_size,
+            weights_bytes=budget.weights,
+            cache_bytes=shape.num_blocks * shape.bytes_per_block,
+            activation_bytes=budget.activations,
+            total_bytes=budget.total,
+            other_bytes=budget.other,
+            device=config.device.name,
+            dtype=config.model.dtype,
+            kv_dtype=config.cache.dtype,
+            attention=TorchPagedAttention.name,
+            phases=self._phases,
+            warnings=list(size.warnings),
+        )

@@ -1,0 +1,82 @@
+"""The bundled model against what transformers computes from the same file (golden.json, made by make_golden.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
+from octavo.models.decoder import Model
+from tests.models.contiguous import greedy, load, run
+from tests.support.bundled import bundled_model_path
+
+pytestmark = pytest.mark.model
+
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
+CLEAR_MARGIN = 1e-3
+"""Where the runner-up is closer than this, another order of summation may rightly choose it."""
+
+
+def load_bundled(**config: Any) -> Model:
+    path = bundled_model_path()
+    parsed = read_gguf(path)
+    return load(path, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), max_model_len=512, **config)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_bundled()
+
+
+def test_logits_equal_transformers(model: Model) -> None:
+    for case in GOLDEN["cases"]:
+        logits = run(model, case["prompt_ids"])[-1]
+        torch.testing.assert_close(logits[case["top_ids"]], torch.tensor(case["top_logits"]), atol=5e-4, rtol=1e-4)
+        assert logits.argmax() == case["top_ids"][0]
+
+
+def test_greedy_tokens_equal_transformers(model: Model) -> None:
+    """Fed with transformers' own continuation, so that one near tie does not hide what comes after it."""
+    for case in GOLDEN["cases"]:
+        ids, out = case["prompt_ids"], case["greedy_ids"]
+        chosen = run(model, ids + out[:-1])[len(ids) - 1 :].argmax(-1).tolist()
+        clear = [i for i, margin in enumerate(case["margins"]) if margin > CLEAR_MARGIN]
+        assert [chosen[i] for i in clear] == [out[i] for i in clear], case["prompt"]
+        assert len(clear) > len(out) // 2
+
+
+@pytest.mark.slow
+def test_free_running_decode_equals_transformers(model: Model) -> None:
+    exact = [c for c in GOLDEN["cases"] if min(c["margins"]) > CLEAR_MARGIN]
+    assert len(exact) >= 10
+    for case in exact:
+        assert greedy(model, case["prompt_ids"], len(case["greedy_ids"])) == case["greedy_ids"], case["prompt"]
+
+
+def test_chunked_prefill_changes_nothing(model: Model) -> None:
+    ids = GOLDEN["cases"][16]["prompt_ids"]
+    whole = run(model, ids)
+    torch.testing.assert_close(run(model, ids, chunks=[5, 1, len(ids) - 6]), whole, atol=1e-3, rtol=1e-4)
+
+
+def test_bfloat16_agrees_with_float32() -> None:
+    model = load_bundled(dtype="bfloat16")
+    agree = [int(run(model, c["prompt_ids"])[-1].argmax()) == c["top_ids"][0] for c in GOLDEN["cases"][:6]]
+    assert sum(agree) >= 4
+
+
+@pytest.mark.slow
+def test_logits_equal_a_fresh_conversion_by_transformers(model: Model) -> None:
+    """Independent of golden.json; converting takes transformers more than a minute."""
+    import transformers
+
+    path = Path(bundled_model_path()).resolve()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ids = GOLDEN["cases"][8]["prompt_ids"]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(run(model, ids), expected, atol=5e-4, rtol=1e-4)

@@ -1,0 +1,317 @@
+"""Loading as a whole: what does not fit together is refused by name, and the ways to store weights are equivalent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
+from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
+from octavo.models.loader import load_model
+from octavo.ops.registry import load_ops
+from tests.models.contiguous import load, run
+from tests.support.tiny_models import config_for, save_tiny, tiny_model
+
+IDS = list(range(5, 30))
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
+    tensors = load_file(path := folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    save_tiny(tmp_path, "qwen3")
+    return tmp_path
+
+
+def test_missing_tensors_are_named(tiny: Path) -> None:
+    rewrite(tiny, lambda t: (t.pop("model.layers.1.self_attn.k_proj.weight"), t.pop("model.norm.weight")))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight, model\.norm\.weight"):
+        load(tiny)
+
+
+def test_surplus_tensor_is_named(tiny: Path) -> None:
+    rewrite(tiny, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor model\.layers\.0\.self_attn\.q_proj\.bias has no place"):
+        load(tiny)
+
+
+def test_layers_beyond_the_config_are_surplus(tiny: Path) -> None:
+    rewrite(tiny, lambda t: t.update({"model.layers.2.mlp.down_proj.weight": torch.zeros(32, 48)}))
+    with pytest.raises(CheckpointError, match=r"layers\.2.*\(2 layers\)"):
+        load(tiny)
+
+
+def test_wrong_shape_is_named(tiny: Path) -> None:
+    rewrite(tiny, lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(32, 48)}))
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight has the shape \[32, 48\], the config asks for \[48, 32\]"):
+        load(tiny)
+
+
+def test_the_same_parameter_twice(tiny: Path) -> None:
+    rewrite(tiny, lambda t: t.update({"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(96, 32)}))
+    with pytest.raises(CheckpointError, match="filled already"):
+        load(tiny)
+
+
+def test_rotary_buffers_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    expected = run(load(tmp_path), IDS)
+    rewrite(
+        tmp_path,
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(128, 32)}),
+    )
+    assert torch.equal(run(load(tmp_path), IDS), expected)
+
+
+def test_fused_tensors_equal_split_ones(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", attention_bias=True)
+    expected = run(load(tmp_path), IDS)
+
+    def fuse(tensors: Tensors) -> None:
+        for layer in ("model.layers.0.", "model.layers.1."):
+            for kind in ("weight", "bias"):
+                qkv = [tensors.pop(f"{layer}self_attn.{p}_proj.{kind}") for p in "qkv"]
+                tensors[f"{layer}self_attn.qkv_proj.{kind}"] = torch.cat(qkv)
+            gate_up = [tensors.pop(f"{layer}mlp.{p}_proj.weight") for p in ("gate", "up")]
+            tensors[f"{layer}mlp.gate_up_proj.weight"] = torch.cat(gate_up)
+
+    rewrite(tmp_path, fuse)
+    assert torch.equal(run(load(tmp_path), IDS), expected)
+
+
+def test_truncated_shard_of_several(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: .*tensor model\."):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "rms_norm_eps", "head_dim"])
+def test_nan_in_the_config(tiny: Path, key: str) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {key: math.nan}
+    with pytest.raises(CheckpointError, match=key):
+        load(tiny, hf_config=config)
+
+
+def test_weights_that_belong_to_another_config(tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {"hidden_size": 64}
+    with pytest.raises(CheckpointError, match="the config asks for"):
+        load(tiny, hf_config=config)
+
+
+def test_quantised_checkpoint_is_refused(tiny: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(UnsupportedModel, match="gptq"):
+        load(tiny, hf_config=config)
+
+
+def test_larger_than_memory_is_refused_before_loading(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weights of tiny need \d.* in float32.*test CPU"):
+        load(tiny, total_bytes=1000)
+
+
+def test_progress_goes_from_nothing_to_everything(tiny: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    load_model(config_for(tiny), load_ops("cpu"), torch.device("cpu"), lambda *call: calls.append(call))
+    done = [d for _, d, _ in calls]
+    total = (tiny / "model.safetensors").stat().st_size
+    assert {(phase, t) for phase, _, t in calls} == {("weights", total)}
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, total)
+    assert len(done) > 10
+
+
+def test_weights_bytes_are_those_in_memory(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "untied", "llama")
+    size = sum(p.nbytes for p in load_file(tmp_path / "untied" / "model.safetensors").values())
+    assert load(tmp_path / "untied").weights_bytes == size
+    save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    size = sum(p.nbytes for p in load_file(tmp_path / "tied" / "model.safetensors").values())
+    assert load(tmp_path / "tied", ops="reference").weights_bytes == size  # the plain embedding is the head
+    head = 128 * 32 * 4 if load_ops("cpu").pack_linear(torch.zeros(4, 4)).layout == "onednn" else 0
+    assert load(tmp_path / "tied").weights_bytes == size + head  # packed, the head is a copy
+
+
+# Dummy weights
+
+
+def test_dummy_weights_depend_on_the_seed_only(tiny: Path) -> None:
+    first, again, other = (run(load(tiny, load_format="dummy", seed=s), IDS) for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dummy_logits_are_finite_and_lively(tmp_path: Path, dtype: Any) -> None:
+    config = tiny_model("qwen2", num_hidden_layers=8).config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    logits = run(load(tmp_path, hf_config=config, load_format="dummy", dtype=dtype), IDS)
+    assert logits.isfinite().all()
+    assert 0.1 < logits.std() < 10
+    assert len(set(logits.argmax(-1).tolist())) > 3
+
+
+# GGUF files
+
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def write_gguf(path: Path, model: Any, arch: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32, rope_freqs: Any = None) -> None:
+    """What a converter makes of a model: renamed, q and k of Llama with the halves of each head interleaved."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim if arch != "qwen2" else config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, dtype=np.float32))
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        value = tensor.numpy()
+        stem, _, suffix = name.rpartition(".")
+        if arch == "llama" and (".q_proj" in name or ".k_proj" in name):
+            heads = config.num_attention_heads if ".q_proj" in name else config.num_key_value_heads
+            value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+        if stem.startswith("model.layers."):
+            _, _, layer, rest = stem.split(".", 3)
+            target = f"blk.{layer}.{GGUF_NAMES[rest]}.{suffix}"
+        else:
+            target = f"{GGUF_NAMES[stem]}.{suffix}"
+        if value.ndim == 1 or kind == GGMLQuantizationType.F32:
+            writer.add_tensor(target, value)
+        else:
+            writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def load_gguf(path: Path, **config: Any) -> Any:
+    parsed = read_gguf(str(path))
+    return load(path, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), **config)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([IDS])).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 16}),
+    ],
+)
+def test_gguf_equals_transformers(tmp_path: Path, arch: str, overrides: dict[str, Any]) -> None:
+    model = tiny_model(arch, **overrides)
+    write_gguf(tmp_path / "m.gguf", model, arch)
+    torch.testing.assert_close(run(load_gguf(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
+def test_packed_gguf_is_close(tmp_path: Path, kind: str) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    write_gguf(tmp_path / "m.gguf", model, "llama", GGMLQuantizationType[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                packed = gguf.quants.quantize(parameter.numpy(), GGMLQuantizationType[kind])
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, GGMLQuantizationType[kind])))
+    torch.testing.assert_close(run(load_gguf(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
+def test_gguf_with_rotary_divisors(tmp_path: Path) -> None:
+    """Converters store Llama 3.1 scaling as one divisor for each frequency."""
+    rope = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    model = tiny_model("llama", rope_parameters={"rope_type": "llama3", **rope})
+    plain = 1.0 / 500.0 ** (torch.arange(0, 8, 2) / 8)
+    write_gguf(tmp_path / "m.gguf", model, "llama", rope_freqs=plain / model.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(run(load_gguf(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+    write_gguf(tmp_path / "bad.gguf", model, "llama", rope_freqs=[1.0, math.nan, 1.0, 1.0])
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        load_gguf(tmp_path / "bad.gguf")
+
+
+def test_folder_with_one_gguf(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny_model("llama"), "llama")
+    parsed = read_gguf(str(tmp_path / "m.gguf"))
+    config = gguf_hf_config(parsed.metadata, parsed.tensors)
+    assert run(load(tmp_path, hf_config=config, load_format="gguf"), IDS).isfinite().all()
+    (tmp_path / "second.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holds 2 \.gguf files"):
+        load(tmp_path, hf_config=config, load_format="gguf")
+    with pytest.raises(ConfigError, match="needs a model folder"):
+        load(tmp_path / "m.gguf", hf_config=config, load_format="safetensors")
+
+
+def test_gguf_of_another_architecture_than_its_config(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", tiny_model("qwen3"), "qwen3")
+    config = tiny_model("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor"):
+        load(tmp_path / "m.gguf", hf_config=config)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_damage_to_a_gguf_gets_past_an_octavo_error(tmp_path: Path, data: st.DataObject) -> None:
+    whole = tmp_path / "m.gguf"
+    if not whole.exists():
+        write_gguf(whole, tiny_model("llama", num_hidden_layers=1), "llama")
+    parsed = read_gguf(str(whole))
+    content = bytearray(whole.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        content[data.draw(st.integers(0, parsed.data_offset - 1))] ^= data.draw(st.integers(1, 255))
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(content)
+    try:
+        model = load_gguf(damaged, max_model_len=64)
+        run(model, IDS[:3])
+    except OctavoError as e:
+        assert str(e)

@@ -1,0 +1,162 @@
+"""Tiny models of every family against transformers: same logits however the prompt is cut, same greedy tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.models.contiguous import ContiguousAttend, greedy, load, run
+from tests.support.tiny_models import save_tiny
+
+IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(7)).tolist()
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 32,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 16}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-llama3": ("llama", {"rope_parameters": {"rope_theta": 500.0, **LLAMA3}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_theta": 100.0, "rope_type": "linear", "factor": 3.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": {"rope_theta": 1000.0, **YARN}}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": {"rope_theta": 1000.0, **YARN, "mscale": 1.2, "mscale_all_dim": 0.7}}),
+    "llama-yarn-betas": ("llama", {"rope_parameters": {"rope_theta": 1e4, **YARN, "beta_fast": 4, "beta_slow": 2, "truncate": False}}),
+    "llama-longrope": ("llama", {"rope_parameters": {"rope_theta": 100.0, **LONGROPE}}),
+    "llama-dynamic-short": ("llama", {"rope_parameters": {"rope_theta": 100.0, "rope_type": "dynamic", "factor": 2.0}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    family, overrides = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tiny(folder, family, **overrides), folder
+
+
+def expected_logits(reference: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("ops", ["cpu", "reference"])
+def test_prefill_equals_transformers(case: tuple[Any, Path], ops: str) -> None:
+    reference, folder = case
+    expected = expected_logits(reference, IDS)
+    assert expected.std() > 0.1  # lively enough that a wrong weight shows
+    torch.testing.assert_close(run(load(folder, ops=ops), IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_chunked_prefill_and_decode_equal_transformers(case: tuple[Any, Path]) -> None:
+    reference, folder = case
+    logits = run(load(folder), IDS, chunks=[11, 1, 16, 7, 1, 1, 1, 1, 1])
+    torch.testing.assert_close(logits, expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_equal_generate(case: tuple[Any, Path]) -> None:
+    reference, folder = case
+    prompt = IDS[:12]
+    with torch.inference_mode():
+        out = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model = load(folder, max_model_len=len(prompt) + 16)  # below LongRoPE's original context, as transformers sees it
+    assert greedy(model, prompt, 16) == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_length_dependent_rope_beyond_the_original_context(tmp_path: Path, kind: str) -> None:
+    """Fixed by the longest length served, it equals transformers on a sequence of that length."""
+    rope = LONGROPE if kind == "longrope" else {"rope_type": "dynamic", "factor": 2.0}
+    reference = save_tiny(tmp_path, "llama", max_position_embeddings=32, rope_parameters={"rope_theta": 100.0, **rope})
+    logits = run(load(tmp_path, max_model_len=len(IDS)), IDS)
+    torch.testing.assert_close(logits, expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "qwen2", max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    torch.testing.assert_close(run(load(tmp_path), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_config_in_the_older_format(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", rope_parameters={"rope_theta": 500.0, **LLAMA3})
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+    rope["type"] = rope.pop("rope_type")
+    torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_half_precision_checkpoint_runs_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
+    save_tiny(tmp_path, "llama").to(stored).save_pretrained(tmp_path)
+    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(run(load(tmp_path), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_running_in_half_precision(tmp_path: Path, dtype: Any) -> None:
+    expected = expected_logits(save_tiny(tmp_path, "qwen3"), IDS)
+    model = load(tmp_path, dtype=dtype)
+    logits = run(model, IDS)
+    assert logits.dtype == torch.float32
+    error = (logits - expected).abs().mean() / expected.abs().mean()
+    assert error < (0.01 if dtype == "float16" else 0.06)
+
+
+def test_sequences_of_one_step_do_not_touch_each_other(tmp_path: Path) -> None:
+    """Tokens of two sequences in one step give what each gives alone."""
+    save_tiny(tmp_path, "qwen3")
+    model = load(tmp_path)
+    first, second = IDS[:9], IDS[9:23]
+
+    class Both:
+        def __init__(self) -> None:
+            self.attends = [ContiguousAttend(model.layer_specs) for _ in range(2)]
+
+        def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            parts = [t.split([len(first), len(second)]) for t in (q, k, v)]
+            return torch.cat([attend(layer, *(p[i] for p in parts)) for i, attend in enumerate(self.attends)])
+
+    positions = torch.cat((torch.arange(len(first)), torch.arange(len(second))))
+    logits = model.logits(model.forward(torch.tensor(first + second), positions, Both()))
+    torch.testing.assert_close(logits, torch.cat((run(model, first), run(model, second))), atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_does_not_depend_on_its_company(tmp_path: Path) -> None:
+    """Bit for bit, in float32 on a CPU: everything but attention works row by row."""
+    save_tiny(tmp_path, "qwen3", attention_bias=True)
+    model = load(tmp_path)
+    ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
+
+    def itself(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q + v.repeat_interleave(2, dim=1)
+
+    alone = torch.cat([model.logits(model.forward(ids[i : i + 1], positions[i : i + 1], itself)) for i in range(len(IDS))])
+    for count in (2, 3, 7, 16, 33, len(IDS)):
+        assert torch.equal(model.logits(model.forward(ids[-count:], positions[-count:], itself)), alone[-count:])

@@ -1,0 +1,283 @@
+"""The GGUF parser: what a writer wrote comes back, and no damaged file does anything but raise `CheckpointError`."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.checkpoint.gguf_file import GGML_TYPES, GgufTensor, gguf_hf_config, read_gguf
+from octavo.errors import CheckpointError, UnsupportedModel
+from tests.support.bundled import bundled_model_path
+
+
+def write(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_token_list(["a", "é", "Ġthe", "", "<|end|>"])
+    writer.add_token_types([1, 1, 1, 1, 3])
+    writer.add_token_scores([0.5, -1.0, 0.0, 2.0, -3.5])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(4)
+    writer.add_bool("test.flag", True)
+    writer.add_uint8("test.u8", 255)
+    writer.add_int8("test.i8", -7)
+    writer.add_uint16("test.u16", 65535)
+    writer.add_int16("test.i16", -30000)
+    writer.add_int32("test.i32", -(2**31))
+    writer.add_uint64("test.u64", 2**63)
+    writer.add_int64("test.i64", -(2**62))
+    writer.add_float64("test.f64", 0.1)
+    writer.add_array("test.flags", [True, False, True])
+    rng = np.random.default_rng(0)
+    tensors = {
+        "token_embd.weight": rng.standard_normal((5, 64), dtype=np.float32),
+        "half": rng.standard_normal((3, 2, 8), dtype=np.float32).astype(np.float16),
+        "vector": rng.standard_normal(7, dtype=np.float32),
+    }
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    packed = gguf.quants.quantize(rng.standard_normal((4, 64), dtype=np.float32), GGMLQuantizationType.Q8_0)
+    writer.add_tensor("packed", packed, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "sound.gguf"
+    write(path)
+    return path
+
+
+def test_metadata_of_every_type_comes_back(sound: Path) -> None:
+    metadata = read_gguf(str(sound)).metadata
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["tokenizer.ggml.tokens"] == ["a", "é", "Ġthe", "", "<|end|>"]
+    assert metadata["tokenizer.ggml.token_type"] == [1, 1, 1, 1, 3]
+    assert metadata["tokenizer.ggml.scores"] == [0.5, -1.0, 0.0, 2.0, -3.5]
+    assert metadata["test.flag"] is True
+    assert metadata["test.flags"] == [True, False, True]
+    names = ("u8", "i8", "u16", "i16", "i32", "u64", "i64", "f64")
+    assert [metadata[f"test.{n}"] for n in names] == [255, -7, 65535, -30000, -(2**31), 2**63, -(2**62), 0.1]
+    assert all(type(metadata[f"test.{n}"]) is (float if n == "f64" else int) for n in names)
+
+
+def test_tensors_are_where_the_directory_says(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    tensors = write(path)
+    parsed, raw = read_gguf(str(path)), path.read_bytes()
+    assert set(parsed.tensors) == {*tensors, "packed"}
+    for name, value in tensors.items():
+        info = parsed.tensors[name]
+        assert info.shape == value.shape
+        assert info.offset >= parsed.data_offset
+        assert raw[info.offset : info.offset + info.nbytes] == value.tobytes()
+    assert parsed.tensors["packed"].type == "Q8_0"
+    assert parsed.tensors["packed"].shape == (4, 64)
+    assert parsed.tensors["packed"].nbytes == 4 * 2 * 34
+
+
+def test_block_sizes_agree_with_the_gguf_package() -> None:
+    for name, block_values, block_bytes in GGML_TYPES.values():
+        assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (block_values, block_bytes)
+    for kind, (name, *_) in GGML_TYPES.items():
+        assert GGMLQuantizationType[name] == kind
+
+
+def test_every_truncation_is_an_error(sound: Path, tmp_path: Path) -> None:
+    whole = sound.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    header = read_gguf(str(sound)).data_offset
+    lengths = [*range(0, header, 7), *range(header, len(whole), 101), len(whole) - 1]
+    last = max(t.offset + t.nbytes for t in read_gguf(str(sound)).tensors.values())
+    for length in lengths:
+        cut.write_bytes(whole[:length])
+        if length >= last:  # padding after the last tensor is not missed
+            continue
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            read_gguf(str(cut))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_never_crashes_nor_allocates_much(sound: Path, tmp_path: Path, data: st.DataObject) -> None:
+    damaged = bytearray(sound.read_bytes())
+    header = read_gguf(str(sound)).data_offset
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, header - 1))
+        damaged[position] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damaged)
+    tracemalloc.start()
+    try:
+        parsed = read_gguf(str(path))
+        gguf_hf_config(parsed.metadata, parsed.tensors)
+    except (CheckpointError, UnsupportedModel):
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 100 * len(damaged)
+
+
+def header(*, version: int = 3, tensors: int = 0, values: int = 0, rest: bytes = b"", magic: bytes = b"GGUF") -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors, values) + rest
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot be read"),
+        (b"GG", "truncated"),
+        (header(magic=b"GGML"), "not a GGUF file"),
+        (header(version=1), "version 1"),
+        (header(version=3 << 24), "big-endian"),
+        (header(tensors=2**60), "truncated"),
+        (header(values=2**60), "truncated"),
+        (header(values=1, rest=text(b"k") + struct.pack("<I", 99) + bytes(64)), "unknown type 99"),
+        (header(values=1, rest=struct.pack("<Q", 2**40) + bytes(64)), "name of"),
+        (header(values=1, rest=text(b"\xff\xfe") + struct.pack("<I", 0) + bytes(64)), "not UTF-8"),
+        (header(values=1, rest=text(b"k") + struct.pack("<IIQ", 9, 4, 2**50) + bytes(64)), "array of"),
+        (header(values=1, rest=text(b"k") + struct.pack("<IIQ", 9, 8, 2**20) + bytes(64)), "truncated"),
+        (header(values=1, rest=text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9 + bytes(64)), "unknown type 9"),
+        (header(values=2, rest=(text(b"k") + struct.pack("<IB", 0, 1)) * 2 + bytes(64)), "twice"),
+        (header(tensors=1, rest=tensor(kind=77) + bytes(256)), "'t' has the unknown type 77"),
+        (header(tensors=1, rest=tensor(dims=(31,), kind=2) + bytes(256)), "cannot hold"),
+        (header(tensors=1, rest=tensor(dims=(0,)) + bytes(256)), "cannot hold"),
+        (header(tensors=1, rest=tensor(dims=(2**40, 2**40)) + bytes(256)), "truncated"),
+        (header(tensors=1, rest=tensor(dims=(1,) * 5) + bytes(256)), "5 dimensions"),
+        (header(tensors=1, rest=tensor(offset=3) + bytes(256)), "not aligned"),
+        (header(tensors=2, rest=tensor() + tensor(offset=256) + bytes(1024)), "twice"),
+        (header(tensors=2, rest=tensor() + tensor(b"u", offset=64) + bytes(1024)), "overlaps"),
+        (header(values=1, rest=text(b"general.alignment") + struct.pack("<II", 4, 7) + bytes(64)), "no power of two"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_gguf(str(path))
+    assert "bad.gguf" in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing\.gguf"):
+        read_gguf(str(tmp_path / "nothing.gguf"))
+    with pytest.raises(CheckpointError):
+        read_gguf(str(tmp_path))
+
+
+def test_invalid_text_inside_values_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header(values=1, rest=text(b"k") + struct.pack("<I", 8) + text(b"a\xffb") + bytes(64)))
+    assert read_gguf(str(path)).metadata == {"k": "a\ufffdb"}
+
+
+def test_nested_arrays(tmp_path: Path) -> None:
+    inner = struct.pack("<IQ2B", 0, 2, 5, 6)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header(values=1, rest=text(b"k") + struct.pack("<IIQ", 9, 9, 2) + inner * 2 + bytes(64)))
+    assert read_gguf(str(path)).metadata == {"k": [[5, 6], [5, 6]]}
+
+
+def test_hf_config(sound: Path) -> None:
+    parsed = read_gguf(str(sound))
+    config = gguf_hf_config(parsed.metadata, parsed.tensors)
+    expected = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "vocab_size": 5,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 4,
+        "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"},
+    }
+    assert {k: config[k] for k in expected} == expected
+    assert config["rms_norm_eps"] == pytest.approx(1e-5)
+
+
+def metadata(**changes: Any) -> dict[str, Any]:
+    base = {
+        "general.architecture": "llama",
+        "llama.context_length": 512,
+        "llama.embedding_length": 64,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.vocab_size": 10,
+    }
+    return base | {k.replace("__", "."): v for k, v in changes.items()}
+
+
+def test_hf_config_of_scaled_rope() -> None:
+    config = gguf_hf_config(
+        metadata(llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0)
+        | {"llama.rope.scaling.original_context_length": 128, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
+    )
+    assert config["rope_parameters"] == {
+        "rope_theta": 10000.0,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    assert config["eos_token_id"] == [2, 7]
+    assert config["tie_word_embeddings"] is False
+    assert gguf_hf_config(metadata(), {"output.weight": GgufTensor("", "F32", (1,), 0, 4)})["tie_word_embeddings"] is False
+
+
+def test_hf_config_refuses_what_it_cannot_translate() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'mamba'.*llama"):
+        gguf_hf_config(metadata(general__architecture="mamba"))
+    with pytest.raises(UnsupportedModel, match="8 experts"):
+        gguf_hf_config(metadata(llama__expert_count=8))
+    for key, value in (("llama.block_count", None), ("llama.attention.head_count", 0), ("llama.embedding_length", float("nan"))):
+        with pytest.raises(CheckpointError, match=key):
+            gguf_hf_config(metadata() | {key: value})
+    with pytest.raises(CheckpointError, match="head_count"):
+        gguf_hf_config(metadata() | {"llama.attention.head_count": [4, 4]})
+
+
+@pytest.mark.model
+def test_bundled_model() -> None:
+    path = bundled_model_path()
+    parsed = read_gguf(path)
+    assert len(parsed.tensors) == 272
+    assert len(parsed.metadata["tokenizer.ggml.tokens"]) == 49152
+    assert parsed.tensors["token_embd.weight"] == GgufTensor("token_embd.weight", "Q8_0", (49152, 576), 1785664, 30081024)
+    assert max(t.offset + t.nbytes for t in parsed.tensors.values()) <= os.path.getsize(path)

@@ -1,0 +1,184 @@
+"""The start-up report's arithmetic, and the doctor's and the planner's verdicts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli import doctor, main
+from octavo.cli.doctor import Check
+from octavo.cli.plan import model_needs
+from octavo.cli.report import capacity, report_rows, server_url, startup_report
+from octavo.errors import UnsupportedModel
+from octavo.frontend.http.settings import ServerSettings
+from octavo.protocol.engine import EngineReady, Phase
+from tests.support.engine_config import tiny_config
+
+GIB = 2**30
+
+
+def ready(**changes: Any) -> EngineReady:
+    values: dict[str, Any] = {
+        "pid": 1,
+        "num_blocks": 1001,
+        "block_size": 16,
+        "max_num_seqs": 64,
+        "max_model_len": 512,
+        "vocab_size": 1000,
+        "weights_bytes": 2 * GIB,
+        "cache_bytes": 3 * GIB,
+        "activation_bytes": GIB,
+        "total_bytes": 8 * GIB,
+        "other_bytes": GIB,
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "attention": "torch",
+        "phases": [Phase("weights", 1.5), Phase("warm-up", 0.25)],
+        "warnings": ["Something small."],
+    }
+    return EngineReady(**{**values, **changes})
+
+
+def test_the_report_adds_up() -> None:
+    rows = dict(report_rows(ready(), tiny_config()))
+    assert rows["Weights"] == "2.0 GiB"
+    assert rows["Left free"] == "1.0 GiB of 8.0 GiB host memory"
+    assert rows["Fits"].startswith("16,000 tokens: 31 x 512 (the longest request) or 15 x 1,000; at most 64")
+    assert rows["Started in"] == "1.8 s, weights 1.5, warm-up 0.2"
+
+
+@pytest.mark.parametrize(("blocks", "tokens", "fit"), [(1, 16, 0), (2, 16, 1), (2, 17, 0), (3, 17, 1), (11, 1, 10)])
+def test_capacity_counts_whole_blocks_without_the_reserved_one(blocks: int, tokens: int, fit: int) -> None:
+    assert capacity(ready(num_blocks=blocks), tokens) == fit
+
+
+def test_off_a_terminal_the_report_is_plain_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    startup_report(ready(), tiny_config(), ServerSettings(port=8123))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "KV cache:        3.0 GiB = 1,001 blocks of 16 tokens, float32" in captured.err
+    assert "Serving at:      http://localhost:8123" in captured.err
+    assert "warning: Something small." in captured.err
+    assert "\x1b" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        (ServerSettings(), "http://localhost:8000"),
+        (ServerSettings(host="0.0.0.0"), "http://localhost:8000"),
+        (ServerSettings(host="::1", port=1), "http://[::1]:1"),
+        (ServerSettings(host="example.org"), "http://example.org:8000"),
+        (ServerSettings(uds="/tmp/s"), "unix:/tmp/s"),
+    ],
+)
+def test_the_address_is_one_that_works(settings: ServerSettings, url: str) -> None:
+    assert server_url(settings) == url
+
+
+def test_the_doctor_is_content_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_port", lambda port: Check("Port", "ok", f"{port} is free"))
+    monkeypatch.setattr(doctor, "check_memory", lambda: Check("Memory", "ok", "enough"))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in ("Python", "torch", "GPU", "Memory", "Model cache", "Port"):
+        assert name in out
+    assert "Everything Octavo needs is here." in out
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without importing torch in a process of its own, which takes seconds."""
+    monkeypatch.setattr(doctor, "check_torch", lambda: Check("torch", "ok", "x"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_doctor_names_a_missing_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "required_packages", lambda: {"no-such-package": "1", "numpy": "999"})
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  Packages" in out
+    assert "missing: no-such-package; too old: numpy" in out
+    assert "pip install --upgrade octavo" in out
+    assert "1 problem to solve." in out
+
+
+def test_the_doctor_reads_requirements_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["torch>=2.9", "uvloop>=0.21; sys_platform != 'win32'", "pytest>=8; extra == 'test'", "rich"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
+    assert doctor.required_packages() == {"torch": "2.9", "uvloop": "0.21", "rich": "0"}
+
+
+def test_the_doctor_sees_a_taken_port() -> None:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        check = doctor.check_port(port)
+    assert check.status == "warn"
+    assert f"PORT={port + 1}" in check.advice
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_check_that_fails_itself_is_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Check:
+        raise RuntimeError("oh")
+
+    monkeypatch.setattr(doctor, "check_memory", broken)
+    checks = {c.name: c for c in doctor.examine(8000)}
+    assert checks["Memory"] == Check("Memory", "warn", "could not be checked (RuntimeError: oh)")
+
+
+def test_the_doctor_finds_a_model_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path / "new" / "folder"))
+    assert doctor.check_model_cache().status == "ok"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    check = doctor.check_model_cache()
+    assert check.status == "fail"
+    assert "set OCTAVO_HOME" in check.advice
+
+
+@pytest.mark.usefixtures("quick")
+def test_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    assert {c["status"] for c in json.loads(capsys.readouterr().out)} <= {"ok", "warn", "fail"}
+
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_needs_of_a_known_model() -> None:
+    needs = model_needs(LLAMA_8B)
+    assert needs.parameters == pytest.approx(8.03e9, rel=0.002)
+    assert needs.cache_values_per_token == 2 * 32 * 8 * 128
+    compressed = model_needs({**LLAMA_8B, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert compressed.cache_values_per_token == 32 * 576
+    with pytest.raises(UnsupportedModel, match="num_hidden_layers"):
+        model_needs({"hidden_size": 4})
+
+
+def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--memory", "24G"]) == 0
+    out = capsys.readouterr().out
+    assert "8.03 billion parameters" in out
+    assert "128.0 KiB" in out
+    assert main(["plan", str(tmp_path), "--memory", "16G", "--dtype", "float32"]) == 1
+    assert "more are needed" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--memory", "18G", "--gpu-memory-utilization", "0.95", "--max-model-len", "1m"]) == 0
+    assert "--max-model-len" in capsys.readouterr().out

@@ -1,0 +1,120 @@
+"""config.resolve: defaults by device, limits, and errors in the user's words."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from octavo.config.args import EngineArgs
+from octavo.config.device import detect_device
+from octavo.config.resolve import resolve
+from octavo.config.sizes import format_bytes, parse_size
+from octavo.config.types import DeviceInfo, EngineConfig
+from octavo.errors import CheckpointError, ConfigError, NotYet, OctavoError, UnsupportedModel
+
+CPU = DeviceInfo("cpu", "test cpu", 16 << 30, 8 << 30, 2)
+GPU = DeviceInfo("cuda", "test gpu", 140 << 30, 140 << 30, 16, (9, 0))
+OLD_GPU = DeviceInfo("cuda", "old gpu", 16 << 30, 16 << 30, 16, (7, 5))
+LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 4096, "dtype": "bfloat16"}
+
+
+def make(device: DeviceInfo = CPU, hf: dict[str, Any] | None = None, **settings: Any) -> EngineConfig:
+    return resolve(EngineArgs(**settings), path="/m", name="m", hf_config={**LLAMA, **(hf or {})}, eos_token_ids=(2, 900), device=device)
+
+
+def test_defaults_follow_the_device() -> None:
+    cpu, gpu = make(CPU), make(GPU)
+    assert (cpu.model.dtype, gpu.model.dtype) == ("float32", "bfloat16")
+    assert (cpu.scheduler.inflight, gpu.scheduler.inflight) == (0, 1)
+    assert (cpu.scheduler.max_num_seqs, gpu.scheduler.max_num_seqs) == (64, 1024)
+    assert make(GPU, {"dtype": "float32"}).model.dtype == "float16"
+    assert make(OLD_GPU).model.dtype == "float16"
+    assert cpu.model.eos_token_ids == (2,), "ids outside the vocabulary cannot end a sequence"
+
+
+def test_resolving_is_pure() -> None:
+    assert make(max_model_len="2k") == make(max_model_len="2k")
+
+
+def test_context_length() -> None:
+    assert make().model.max_model_len == 4096
+    assert make(max_model_len="1K").model.max_model_len == 1024
+    shrunk = make(max_model_len=8192)
+    assert shrunk.model.max_model_len == 4096
+    assert any("4096" in w for w in shrunk.warnings)
+    assert make(max_model_len="auto").model.auto_max_model_len
+    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}
+    assert make(hf=yarn).model.max_model_len == 16384
+    assert make(hf={"rope_scaling": {"type": "linear", "factor": 2.0}}).model.max_model_len == 8192
+    assert make(hf={"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}).model.max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"max_model_len": 0}, ConfigError, "--max-model-len must be at least 1, got 0"),
+        ({"max_model_len": "many"}, ConfigError, "not a size"),
+        ({"dtype": "bfloa16"}, ConfigError, "Did you mean bfloat16"),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be greater than 0 and at most 1"),
+        ({"block_size": 0}, ConfigError, "--block-size must be from 1 to 256"),
+        ({"max_num_seqs": 2.5}, ConfigError, "--max-num-seqs must be a whole number"),
+        ({"tensor_parallel_size": 2}, NotYet, "--tensor-parallel-size 2"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ConfigError, "4096"),
+        ({"scheduling_policy": "random"}, ConfigError, "fcfs, priority, fair"),
+        ({"target_step_ms": -1}, ConfigError, "--target-step-ms"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], error: type[OctavoError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("hf", "error"),
+    [
+        ({"architectures": None}, UnsupportedModel),
+        ({"vocab_size": "many"}, CheckpointError),
+        ({"max_position_embeddings": -1}, CheckpointError),
+        ({"rope_scaling": 3}, CheckpointError),
+        ({"quantization_config": {"quant_method": "awq"}}, NotYet),
+    ],
+)
+def test_bad_model_config(hf: dict[str, Any], error: type[OctavoError]) -> None:
+    with pytest.raises(error, match=r"^m: "):
+        make(hf=hf)
+
+
+def test_ignored_settings_warn() -> None:
+    assert any("--swap-space" in w for w in make(swap_space=8.0).warnings)
+
+
+def test_old_gpu_refuses_bfloat16() -> None:
+    with pytest.raises(ConfigError, match="float16"):
+        make(OLD_GPU, dtype="bfloat16")
+
+
+def test_every_setting_is_described() -> None:
+    for f in dataclasses.fields(EngineArgs):
+        assert f.metadata["help"].endswith("."), f.name
+        assert f.metadata["group"], f.name
+
+
+def test_sizes() -> None:
+    assert [parse_size(s) for s in ("8k", "8K", "1.5k", "2m", "1G", "7")] == [8000, 8192, 1500, 2_000_000, 2**30, 7]
+    for bad in ("1.5K", "k", "", "1.5", "2x"):
+        with pytest.raises(ConfigError):
+            parse_size(bad)
+    assert format_bytes(96.5 * 2**20) == "96.5 MiB"
+
+
+def test_cpu_is_always_found() -> None:
+    device = detect_device("cpu")
+    assert device.kind == "cpu"
+    assert device.threads >= 1
+    assert 0 < device.free_bytes <= device.total_bytes
+    with pytest.raises(ConfigError, match="threads"):
+        detect_device("cpu", threads=0)
+    with pytest.raises(ConfigError, match="auto, cpu or cuda"):
+        detect_device("tpu")

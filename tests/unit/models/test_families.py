@@ -1,0 +1,153 @@
+"""Configs to specs: what each family reads, its defaults, and how bad values are refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.models.registry import model_spec, supported_architectures
+from octavo.models.spec import ModelSpec, parameters
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 512,
+}
+
+
+def spec(architecture: str, **changes: Any) -> ModelSpec:
+    config = SIZES | {"architectures": [architecture]} | changes
+    return model_spec({k: v for k, v in config.items() if v != "absent"})[0]
+
+
+def test_llama_defaults() -> None:
+    llama = spec("LlamaForCausalLM")
+    assert (llama.num_heads, llama.num_kv_heads, llama.head_dim, llama.num_layers) == (8, 8, 8, 3)
+    assert llama.norm_eps == 1e-6
+    assert llama.rope.theta == 10000.0
+    assert not any((llama.tied_embeddings, llama.qkv_bias, llama.attention_out_bias, llama.mlp.bias, llama.qk_norm))
+    assert {s.sliding_window for s in llama.layer_specs} == {None}
+    assert llama.layer_specs[0].scale == pytest.approx(8**-0.5)
+
+
+def test_llama_options() -> None:
+    llama = spec("LlamaForCausalLM", attention_bias=True, mlp_bias=True, head_dim=32, num_key_value_heads=2, tie_word_embeddings=True)
+    assert llama.qkv_bias
+    assert llama.attention_out_bias
+    assert llama.mlp.bias
+    assert (llama.head_dim, llama.num_kv_heads, llama.tied_embeddings) == (32, 2, True)
+
+
+@pytest.mark.parametrize(("value", "window"), [("absent", 4096), (None, None), (128, 128)])
+def test_mistral_window(value: Any, window: int | None) -> None:
+    assert spec("MistralForCausalLM", sliding_window=value).sliding_windows == (window,) * 3
+
+
+def test_mistral_has_eight_kv_heads_unless_told() -> None:
+    assert spec("MistralForCausalLM", num_attention_heads=16).num_kv_heads == 8
+    assert spec("MistralForCausalLM", num_attention_heads=16, num_key_value_heads=4).num_kv_heads == 4
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows(architecture: str) -> None:
+    window = {"sliding_window": 32, "max_window_layers": 1}
+    assert spec(architecture, **window).sliding_windows == (None, None, None)
+    assert spec(architecture, use_sliding_window=True, **window).sliding_windows == (None, 32, 32)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert spec(architecture, use_sliding_window=True, layer_types=kinds, **window).sliding_windows == (32, None, 32)
+    with pytest.raises(CheckpointError, match="layer_types"):
+        spec(architecture, use_sliding_window=True, layer_types=["full_attention"], **window)
+
+
+def test_qwen2_has_qkv_biases_only() -> None:
+    qwen = spec("Qwen2ForCausalLM")
+    assert (qwen.qkv_bias, qwen.attention_out_bias, qwen.mlp.bias) == (True, False, False)
+
+
+def test_qwen3_has_qk_norm_and_its_own_head_size() -> None:
+    assert spec("Qwen3ForCausalLM").qk_norm
+    assert spec("Qwen3ForCausalLM").head_dim == 128
+    assert spec("Qwen3ForCausalLM", head_dim=16).head_dim == 16
+    assert not spec("Qwen3ForCausalLM").qkv_bias
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1, 0, 2**40, 1.5, "12", True, [4], "absent"])
+def test_impossible_sizes_are_named(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        spec("LlamaForCausalLM", **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"rope_theta": math.inf}, "rope_theta"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": 7}, "rotated dimensions"),
+        ({"partial_rotary_factor": 2.0}, "rotated dimensions"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"hidden_act": 3}, "hidden_act"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.nan}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "high_freq"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}}, "short_factor"),
+    ],
+)
+def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec("LlamaForCausalLM", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
+        ({"architectures": []}, "none given"),
+        ({"architectures": None, "model_type": "bert"}, "bert"),
+        ({"architectures": 7}, "7"),
+        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "spiral.*yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "different layers"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_can(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        spec("LlamaForCausalLM", **changes)
+
+
+def test_all_four_families_are_there() -> None:
+    names = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+    assert names <= set(supported_architectures())
+
+
+def test_parameters_follow_from_the_spec() -> None:
+    shapes = {p.name: p.shape for p in parameters(spec("LlamaForCausalLM", num_key_value_heads=2, attention_bias=True, mlp_bias=True))}
+    assert shapes["embed"] == shapes["head"] == (100, 64)
+    assert shapes["layers.2.qkv.weight"] == (64 + 16 + 16, 64)
+    assert shapes["layers.2.qkv.bias"] == (96,)
+    assert shapes["layers.0.gate_up.weight"] == (192, 64)
+    assert shapes["layers.0.down.bias"] == (64,)
+    assert "layers.3.qkv.weight" not in shapes
+    tied = {p.name for p in parameters(spec("Qwen3ForCausalLM", tie_word_embeddings=True))}
+    assert "head" not in tied
+    assert {"layers.0.q_norm", "layers.0.k_norm"} <= tied
+
+
+def test_parts_cover_their_parameter_without_overlap() -> None:
+    for parameter in parameters(spec("Qwen2ForCausalLM", num_key_value_heads=2)):
+        if parameter.parts:
+            edges = sorted(parameter.parts.values())
+            assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
+            assert edges[-1][1] == parameter.shape[0]

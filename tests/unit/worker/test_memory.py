@@ -1,0 +1,105 @@
+"""How the KV cache is sized, and what is said when a length does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
+from octavo.worker import memory
+from octavo.worker.memory import Budget, cpu_budget, size_cache
+from tests.support.engine_configs import engine_config
+
+MIB = 2**20
+BLOCK_BYTES = MIB
+
+
+def budget(cache: int, total: int = 1000 * MIB) -> Budget:
+    return Budget(total=total, other=100 * MIB, weights=200 * MIB, activations=50 * MIB, cache=cache)
+
+
+def on_gpu(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(config, device=dataclasses.replace(config.device, kind="cuda"))
+
+
+def test_gpu_takes_all_that_is_left() -> None:
+    config = on_gpu(engine_config(num_blocks=None, max_model_len=128, block_size=16))
+    assert size_cache(config, budget(500 * MIB + 5), BLOCK_BYTES) == memory.CacheSize(500, 128)
+
+
+def test_cpu_takes_no_more_than_all_requests_need() -> None:
+    config = engine_config(num_blocks=None, max_model_len=100, block_size=16, max_num_seqs=4)
+    assert size_cache(config, budget(500 * MIB), BLOCK_BYTES).num_blocks == 1 + 4 * 7
+    assert size_cache(config, budget(20 * MIB), BLOCK_BYTES).num_blocks == 20
+
+
+def test_bytes_that_were_asked_for_win_and_are_warned_about() -> None:
+    config = engine_config(num_blocks=None, memory_bytes=300 * MIB, max_model_len=64, block_size=16)
+    assert size_cache(config, budget(500 * MIB), BLOCK_BYTES) == memory.CacheSize(300, 64)
+    size = size_cache(config, budget(200 * MIB), BLOCK_BYTES)
+    assert size.num_blocks == 300
+    assert "only 200.0 MiB" in size.warnings[0]
+
+
+def test_override_is_taken_as_it_is() -> None:
+    config = engine_config(num_blocks=5, max_model_len=128, block_size=16)
+    size = size_cache(config, budget(0), BLOCK_BYTES)
+    assert (size.num_blocks, size.max_model_len) == (5, 128)
+    assert "64 tokens" in size.warnings[0]
+    auto = engine_config(num_blocks=5, max_model_len=128, block_size=16, auto_max_model_len=True)
+    assert size_cache(auto, budget(0), BLOCK_BYTES) == memory.CacheSize(5, 64)
+
+
+def test_the_length_that_an_error_names_fits_and_the_next_does_not() -> None:
+    asked = engine_config(num_blocks=None, max_model_len=1000, block_size=16)
+    with pytest.raises(ConfigError, match=r"max_model_len=1000 needs 64\.0 MiB .* 10\.0 MiB") as e:
+        size_cache(asked, budget(10 * MIB), BLOCK_BYTES)
+    fits = int(re.search(r"Lower --max-model-len to (\d+)", str(e.value)).group(1))  # type: ignore[union-attr]
+    assert fits == 9 * 16
+    assert (
+        size_cache(engine_config(num_blocks=None, max_model_len=fits, block_size=16), budget(10 * MIB), BLOCK_BYTES).max_model_len == fits
+    )
+    with pytest.raises(ConfigError):
+        size_cache(engine_config(num_blocks=None, max_model_len=fits + 1, block_size=16), budget(10 * MIB), BLOCK_BYTES)
+
+
+def test_the_setting_that_an_error_names_is_enough() -> None:
+    config = on_gpu(engine_config(num_blocks=None, max_model_len=2000, block_size=16))
+    with pytest.raises(ConfigError) as e:
+        size_cache(config, budget(10 * MIB), BLOCK_BYTES)
+    fraction = float(re.search(r"--gpu-memory-utilization to ([0-9.]+)\.$", str(e.value)).group(1))  # type: ignore[union-attr]
+    left = int(1000 * MIB * fraction) - 350 * MIB
+    assert size_cache(config, budget(left), BLOCK_BYTES).max_model_len == 2000
+
+    asked = engine_config(num_blocks=None, memory_bytes=10 * MIB, max_model_len=2000, block_size=16)
+    with pytest.raises(ConfigError) as e:
+        size_cache(asked, budget(500 * MIB), BLOCK_BYTES)
+    enough = int(re.search(r"--kv-cache-memory-bytes to at least (\d+)", str(e.value)).group(1))  # type: ignore[union-attr]
+    config = engine_config(num_blocks=None, memory_bytes=enough, max_model_len=2000, block_size=16)
+    assert size_cache(config, budget(500 * MIB), BLOCK_BYTES).max_model_len == 2000
+
+
+def test_nothing_fits() -> None:
+    config = engine_config(num_blocks=None, max_model_len=100)
+    for cache in (-5 * MIB, 0, MIB):
+        with pytest.raises(ConfigError, match="No length fits"):
+            size_cache(config, budget(cache), BLOCK_BYTES)
+
+
+def test_auto_shrinks_and_says_so() -> None:
+    config = engine_config(num_blocks=None, max_model_len=1000, block_size=16, auto_max_model_len=True)
+    size = size_cache(config, budget(10 * MIB), BLOCK_BYTES)
+    assert (size.num_blocks, size.max_model_len) == (10, 144)
+    assert "max_model_len is 144" in size.warnings[0]
+
+
+def test_cpu_budget_leaves_half_and_caps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine_config(num_blocks=None)
+    monkeypatch.setattr(memory, "host_memory", lambda: (2**35, 2**31))
+    assert cpu_budget(config, 0, 2**20).cache == (2**31 - 2**20) // 2
+    monkeypatch.setattr(memory, "host_memory", lambda: (2**35, 2**34))
+    assert cpu_budget(config, 0, 0).cache == 4 * 2**30
+    assert cpu_budget(engine_config(num_blocks=None, memory_bytes=7 * 2**30), 0, 0).cache == 2**34
