@@ -49,7 +49,7 @@ GRID = tuple(
 
 def candidates(rows: int, columns: int, inner: int, tune: bool) -> list[SkinnyTuning]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    shipped = skinny_tuning(rows, columns, inner, sms)
+    shipped = skinny_tuning(columns, inner, sms)
     if not tune:
         return [shipped]
     padded = max(16, triton.next_power_of_2(rows))
