@@ -42,7 +42,7 @@ def skinny_tuning(columns: int, inner: int, sm_count: int) -> SkinnyTuning:
     # Two thread blocks an SM keep enough of a long inner dimension in flight; short ones have no time for a second.
     strip, step, blocks = (64, 128, 2 * sm_count) if inner >= 4096 else (32, 256, sm_count)
     split = 1
-    while -(-columns // strip) * split * 2 <= blocks and inner >= 4 * split * step:
+    while split < 8 and -(-columns // strip) * split * 2 <= blocks and inner >= 4 * split * step:
         split *= 2
     return SkinnyTuning(columns=strip, inner=step, split=split, warps=4, stages=4)
 
