@@ -36,6 +36,7 @@ SHAPES = {
     "0.6B gate_up": (6144, 1024),
     "0.6B down": (1024, 3072),
 }
+SHARED_BYTES = 225_000
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 DEVICE = torch.device("cuda")
 GRID = tuple(
@@ -48,15 +49,18 @@ GRID = tuple(
 
 def candidates(rows: int, columns: int, inner: int, tune: bool) -> list[SkinnyTuning]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    shipped = skinny_tuning(rows, columns, inner, sms)
+    shipped = skinny_tuning(columns, inner, sms)
     if not tune:
         return [shipped]
-    # Too few thread blocks leave SMs idle, too many parts cost more than they balance.
-    return [
-        t
-        for t in GRID
-        if sms // 2 <= -(-columns // t.columns) * t.split and (t.split == 1 or -(-columns // t.columns) * t.split <= 8 * sms)
-    ]
+    padded = max(16, triton.next_power_of_2(rows))
+    found = []
+    for tuning in GRID:
+        strips = -(-columns // tuning.columns)
+        # Too few thread blocks leave SMs idle, too many parts cost more than they balance, and the tiles must fit.
+        fits = (padded + tuning.columns) * tuning.inner * 2 * tuning.stages <= SHARED_BYTES
+        if fits and strips * tuning.split >= sms // 2 and (tuning.split == 1 or strips * tuning.split <= 8 * sms):
+            found.append(tuning)
+    return found
 
 
 def workspace_for(columns: int) -> SkinnyWorkspace:
@@ -78,13 +82,15 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs an NVIDIA GPU.")
     torch.manual_seed(0)
-    jobs = {
-        (max(16, triton.next_power_of_2(rows)), columns, inner, tuning)
-        for (columns, inner), rows in itertools.product(SHAPES.values(), args.rows)
-        for tuning in candidates(rows, columns, inner, args.tune)
-    }
+    # One compilation serves every shape that a tuning divides evenly.
+    jobs: dict[str, tuple[int, int, int, SkinnyTuning]] = {}
+    for (columns, inner), rows in itertools.product(SHAPES.values(), args.rows):
+        for tuning in candidates(rows, columns, inner, args.tune):
+            padded = max(16, triton.next_power_of_2(rows))
+            even = inner % (tuning.inner * tuning.split) == 0
+            jobs.setdefault(f"{padded} {even} {tuning}", (padded, columns, inner, tuning))
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        pool.starmap(compile_one, sorted(jobs, key=str), chunksize=1)
+        pool.starmap(compile_one, jobs.values(), chunksize=1)
     results: list[dict[str, object]] = []
     for name, (columns, inner) in SHAPES.items():
         size = columns * inner * 2

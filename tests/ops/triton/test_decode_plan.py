@@ -70,7 +70,7 @@ def test_no_item_is_much_longer_than_its_share(lens: list[int]) -> None:
     capacity = decode_capacity(len(lens), 8, 132)
     plan = plan_decode(np.array(lens, dtype=np.int32), 8, 132, capacity)
     sizes = plan.items[: plan.num_items, HI] - plan.items[: plan.num_items, LO]
-    assert sizes.max() <= max(256, -(-sum(lens) // capacity.cuts)) * 4 // 3 + 15
+    assert sizes.max() <= max(128, -(-sum(lens) // capacity.cuts)) * 4 // 3 + 15
 
 
 def test_longest_first_and_every_other_round_backwards() -> None:

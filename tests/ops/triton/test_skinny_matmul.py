@@ -33,6 +33,14 @@ def test_shipped_tunings_on_the_gpu(columns: int, inner: int, device: torch.devi
     workspace = SkinnyWorkspace.allocate(16 * 64 * columns, 4096, device)
     results = {}
     for rows in (1, 16, 64):
-        results[rows] = skinny_matmul(x[:rows], weight, None, workspace, skinny_tuning(rows, columns, inner, 132))
+        results[rows] = skinny_matmul(x[:rows], weight, None, workspace, skinny_tuning(columns, inner, 132))
         assert relative_error(results[rows], x[:rows].double() @ weight.double().T) < 5e-3
     assert torch.equal(results[1], results[16][:1]), "a row's bits do not depend on its batch mates"
+
+
+def test_every_part_has_work() -> None:
+    for columns in (64, 1024, 4096, 6144, 28672, 128256):
+        for inner in (256, 1024, 4096, 14336):
+            tuning = skinny_tuning(columns, inner, 132)
+            share = -(-inner // (tuning.split * tuning.inner)) * tuning.inner
+            assert share * (tuning.split - 1) < inner

@@ -74,7 +74,7 @@ def plan_decode(
     capacity: DecodeCapacity,
     *,
     sliding_window: int | None = None,
-    min_part: int = 256,
+    min_part: int = 128,
 ) -> DecodePlan:
     """Cut the rows' contexts into items.
 
