@@ -330,9 +330,7 @@ class Lifecycle:
 
     def _vacate(self, request: Request) -> None:
         slot, settled = request.slot, int(self.batch.settled[request.slot])
-        family = request.family
-        keep = request.hold or (family is not None and family.leader is request and family.unforked > 0)
-        if request.state is RequestState.FINISHED and keep:
+        if request.state is RequestState.FINISHED and (request.hold or _has_followers(request)):
             request.run = self.kv.detach(slot, request.tokens, settled, request.extra_key)
             request.state = RequestState.HELD
             self.held[request] = None
@@ -355,7 +353,7 @@ class Lifecycle:
                 request.hold = False
         for request in list(self._by_held_id.get(request_id, ())):
             request.hold = False
-            if request.family is None or request.family.unforked <= 0:
+            if not _has_followers(request):
                 self._let_go(request)
 
     def give_up_held(self, sparing: BlockRun | None = None) -> bool:
@@ -380,3 +378,9 @@ class Lifecycle:
             self._by_held_id.pop(request.id, None)
         if request.family is not None and request.family.leader is request:
             request.family.leader = None
+
+
+def _has_followers(request: Request) -> bool:
+    """Whether siblings are going to fork from `request`."""
+    family = request.family
+    return family is not None and family.leader is request and family.unforked > 0

@@ -141,7 +141,7 @@ class EngineCore:
                 deltas = self.settler.settle(plan, result, now)
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
-                self._fail_all(plan, f"The engine failed on the result of this request: {error}.")
+                self.settler.fail_rows(plan, f"The engine failed on the result of this request: {error}.")
             if self.scheduler.config.target_step_ms is not None:
                 seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
                 self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)
@@ -149,12 +149,6 @@ class EngineCore:
         self._last_tokens = plan.num_tokens
         self._last_time = time.monotonic()
         return deltas
-
-    def _fail_all(self, plan: StepPlan, message: str) -> None:
-        for slot in plan.slots.tolist():
-            request = self.batch.requests[slot]
-            if request is not None and self.batch.live[slot]:
-                self.life.fail(request, message)
 
     def _watch(self, planned: bool) -> None:
         """Work that can never be scheduled would spin for ever: after a few turns, give up the request at its head."""

@@ -267,16 +267,24 @@ class Scheduler:
             if not alone:
                 self._refused = request, room
                 return False
+            # A lone request is admitted in any case; held blocks go first, except those it forks from.
             source = self.life.fork_source(request)
             while reserve - len(match.blocks) > kv.available - kv.num_idle(match) and self.life.give_up_held(source):
                 pass
         self._refused = None
+        return self._seat(draft, request, match, (reserve, most), budget, now, in_flight)
+
+    def _seat(
+        self, draft: Draft, request: Request, match: Match, blocks: tuple[int, int], budget: PromptBudget, now: float, in_flight: int
+    ) -> bool:
+        """Give `request` a slot behind the tokens of `match`, and plan its first chunk."""
+        kv, batch = self.kv, self.batch
         known, start = len(request.tokens), match.num_tokens
         count = self._chunk(request, budget, start, known - start)
         if count <= 0:
             return False
         shared = len(match.blocks) * kv.block_size
-        slot = batch.seat(request, start, shared, reserve, most)
+        slot = batch.seat(request, start, shared, *blocks)
         kv.attach(slot, match)
         fits = len(match.blocks) + kv.available - int(match.tail_block != NULL_BLOCK and kv.num_idle(match))
         if match.tail_block != NULL_BLOCK and fits <= len(match.blocks):

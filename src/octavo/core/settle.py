@@ -46,7 +46,7 @@ class Settler:
         batch = self.batch
         slots, sampled = plan.slots, plan.slots[plan.sample]
         batch.in_flight[slots] -= 1
-        self._fail_rows(plan, result)
+        self._apply_errors(plan, result)
         live = batch.live[slots]
         computed = plan.start + plan.count
         if live.all():
@@ -67,12 +67,16 @@ class Settler:
     def fail_step(self, plan: StepPlan, message: str) -> None:
         """The step could not be computed: every request in it ends with `message`."""
         self.batch.in_flight[plan.slots] -= 1
+        self.fail_rows(plan, message)
+
+    def fail_rows(self, plan: StepPlan, message: str) -> None:
+        """End every request of the step with `message`."""
         for slot in plan.slots.tolist():
             request = self.batch.requests[slot]
             if request is not None and self.batch.live[slot]:
                 self.life.fail(request, message)
 
-    def _fail_rows(self, plan: StepPlan, result: StepResult) -> None:
+    def _apply_errors(self, plan: StepPlan, result: StepResult) -> None:
         if not result.errors:
             return
         in_step = set(plan.slots.tolist())

@@ -13,10 +13,10 @@ def request(request_id: str = "a", **options: object) -> Request:
 def test_a_seat_is_kept_until_left_and_then_announced() -> None:
     batch = Batch(2)
     first, second = request("a"), request("b")
-    assert {batch.seat(first, 0, 1, 2), batch.seat(second, 2, 1, 2)} == {0, 1}
+    assert {batch.seat(first, 0, 0, 1, 2), batch.seat(second, 2, 2, 1, 2)} == {0, 1}
     assert (batch.num_free, batch.num_seated, batch.num_running) == (0, 2, 2)
     with pytest.raises(IndexError):
-        batch.seat(request("c"), 0, 1, 1)
+        batch.seat(request("c"), 0, 0, 1, 1)
     slot = first.slot
     batch.leave(slot)
     batch.leave(slot)
@@ -30,8 +30,8 @@ def test_a_seat_is_kept_until_left_and_then_announced() -> None:
 
 def test_columns_say_where_the_request_stands() -> None:
     batch = Batch(2)
-    slot = batch.seat(request(max_tokens=9, min_tokens=4, stop_token_ids=[5, 6]), 2, 1, 3)
-    assert (batch.known[slot], batch.total[slot], batch.scheduled[slot], batch.settled[slot]) == (3, 3, 2, 2)
+    slot = batch.seat(request(max_tokens=9, min_tokens=4, stop_token_ids=[5, 6]), 2, 0, 1, 3)
+    assert (batch.known[slot], batch.total[slot], batch.scheduled[slot], batch.settled[slot]) == (3, 3, 2, 0)
     assert (batch.limit[slot], batch.stop_from[slot]) == (12, 7)
     assert batch.stop_ids[slot, :3].tolist() == [1, 5, 6]
     assert batch.stop_width == 3
@@ -40,17 +40,17 @@ def test_columns_say_where_the_request_stands() -> None:
 
 def test_more_stop_ids_than_columns() -> None:
     batch = Batch(1)
-    slot = batch.seat(request(stop_token_ids=list(range(2, 2 + STOP_COLUMNS))), 0, 1, 1)
+    slot = batch.seat(request(stop_token_ids=list(range(2, 2 + STOP_COLUMNS))), 0, 0, 1, 1)
     assert batch.many_stops[slot]
     assert (batch.stop_ids[slot] == -1).all()
 
 
 def test_a_new_occupant_inherits_nothing() -> None:
     batch = Batch(1)
-    slot = batch.seat(request(stop_token_ids=[5, 6, 7]), 0, 1, 1)
+    slot = batch.seat(request(stop_token_ids=[5, 6, 7]), 0, 0, 1, 1)
     batch.last_step[slot] = 9
     batch.leave(slot)
-    batch.seat(request("b", ignore_eos=True), 0, 1, 1)
+    batch.seat(request("b", ignore_eos=True), 0, 0, 1, 1)
     assert (batch.stop_ids[slot] == -1).all()
     assert batch.last_step[slot] == -1
 
@@ -58,7 +58,7 @@ def test_a_new_occupant_inherits_nothing() -> None:
 def test_slots_of_a_lost_plan_are_announced_again_once() -> None:
     batch = Batch(3)
     for name in "abc":
-        batch.seat(request(name), 0, 1, 1)
+        batch.seat(request(name), 0, 0, 1, 1)
     batch.leave(1)
     lost = batch.take_left()
     batch.leave(0)
@@ -71,6 +71,6 @@ def test_outstanding_blocks_count_what_is_expected_but_never_more_than_possible(
     batch = Batch(4)
     lengths = np.zeros(4, np.int32)
     for name, have, reserve, most in (("a", 2, 5, 9), ("b", 6, 5, 9), ("c", 9, 5, 9)):
-        lengths[batch.seat(request(name), 0, reserve, most)] = have
+        lengths[batch.seat(request(name), 0, 0, reserve, most)] = have
     # a lacks 3 of its 5; b outgrew its 5, so at least one more; c has all it can need.
     assert batch.outstanding_blocks(lengths) == 4

@@ -265,6 +265,29 @@ def test_held_requests_do_not_leak(how: str) -> None:
     engine.check_idle()
 
 
+def test_releasing_siblings_while_others_still_wait() -> None:
+    engine = Engine(FakeWorker(max_num_seqs=2))
+    engine.add("a", PROMPT, n=6, max_tokens=3, ignore_eos=True, hold=True)
+    while ("a", 1) not in engine.seen or not engine.seen["a", 1].ends:
+        engine.step()
+    engine.release("a")
+    engine.run()
+    assert not engine.core.life.held
+    engine.check_idle()
+
+
+def test_a_child_does_not_fork_from_what_a_parent_is_only_about_to_copy() -> None:
+    engine = Engine()
+    engine.add("warm", PROMPT, max_tokens=1)
+    engine.run()
+    engine.add("parent", [*PROMPT[:7], 20, 21], max_tokens=9, ignore_eos=True)
+    engine.add("child", [*PROMPT[:7], 20, 22], max_tokens=3, ignore_eos=True, parent_id="parent", skip_reading_prefix_cache=True)
+    engine.run()
+    assert engine.seen["parent", 0].cached == 7
+    assert engine.seen["child", 0].cached == 4, "the full block is shared; the copy does not exist yet"
+    assert engine.tokens("child") == alone([*PROMPT[:7], 20, 22], max_tokens=3, ignore_eos=True)
+
+
 def test_the_id_of_a_held_request_is_in_use() -> None:
     engine = Engine()
     engine.add("parent", PROMPT, max_tokens=1, hold=True)
