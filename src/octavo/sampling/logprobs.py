@@ -10,6 +10,7 @@ import torch
 
 from octavo.ops.transfer import download, upload
 from octavo.protocol.engine import LogprobRow
+from octavo.sampling.rows import count_above, largest, logsumexp
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, k: int, extra_ids: Sequenc
     """
     vocab = logits.shape[1]
     k = vocab if k == -1 else min(k, vocab)
-    total = logits.logsumexp(-1, keepdim=True)
+    total = logsumexp(logits).unsqueeze(1)
     own = logits.gather(1, tokens.unsqueeze(1))
-    top = logits.topk(k) if k else None
+    values, indices = largest(logits, k) if k else (logits[:, :0], tokens.new_empty(len(tokens), 0))
     width = max(map(len, extra_ids), default=0)
     extra = logits[:, :0]
     if width:
@@ -65,9 +66,9 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, k: int, extra_ids: Sequenc
     return LogprobTensors(
         tokens=tokens,
         logprobs=(own - total).view(-1),
-        ranks=(logits > own).sum(-1) + 1,
-        top_ids=top.indices if top else tokens.new_empty(len(tokens), 0),
-        top_logprobs=top.values - total if top else logits[:, :0],
+        ranks=count_above(logits, own) + 1,
+        top_ids=indices,
+        top_logprobs=values - total,
         extra_logprobs=extra,
     )
 

@@ -16,10 +16,11 @@ from octavo.ops.transfer import download, upload
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32
 from octavo.sampling import logprobs, masks
-from octavo.sampling.filters import apply_filters
+from octavo.sampling.filters import filtered
 from octavo.sampling.logprobs import LogprobTensors
 from octavo.sampling.penalties import apply_penalties
 from octavo.sampling.random import categorical, row_keys
+from octavo.sampling.rows import argmax
 from octavo.sampling.state import Column, Feature, Int64, SamplerState, SlotRecord
 
 SLICE_ELEMENTS = 2**24
@@ -167,17 +168,18 @@ class Sampler:
         cut = np.flatnonzero(features[rows] & Feature.FILTERS)
         if len(cut):
             numbers = self._numbers(slots[rows][cut])
-            filtered = self._take(part, cut, copy=False)
-            top_k, top_p = state.top_k[slots[rows][cut]], state.top_p[slots[rows][cut]]
-            apply_filters(
-                filtered,
+            top_k, top_p, min_p = (column[slots[rows][cut]] for column in (state.top_k, state.top_p, state.min_p))
+            kept = filtered(
+                self._take(part, cut, copy=False),
                 numbers[:, Column.TOP_K],
                 numbers[:, Column.TOP_P],
                 numbers[:, Column.LOG_MIN_P],
                 most_k=int(top_k.max()) if top_k.all() else None,
+                any_top_k=bool(top_k.any()),
                 any_top_p=bool((top_p < 1.0).any()),
+                any_min_p=bool(min_p.any()),
             )
-            self._put(part, cut, filtered)
+            part = kept if len(cut) == len(part) else part.index_copy_(0, upload(cut, part.device), kept)
         if self._processed:
             self._put(logits, rows, part)
         own = slots[rows]
@@ -197,14 +199,18 @@ class Sampler:
     @staticmethod
     def _put(tensor: torch.Tensor, rows: Int64, values: torch.Tensor) -> None:
         """Undo `_take`: the given rows become `values`."""
-        if values is not tensor:
+        if values is tensor:
+            return
+        if len(rows) == len(tensor):
+            tensor.copy_(values)
+        else:
             tensor.index_copy_(0, upload(rows, tensor.device), values)
 
 
 def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, valid) [rows]: the lowest of the likeliest ids."""
-    best = logits.max(dim=-1)
-    return best.indices, best.values.isfinite()
+    values, tokens = argmax(logits)
+    return tokens, values.isfinite()
 
 
 def _merge(parts: list[LogprobTensors]) -> LogprobTensors:

@@ -111,6 +111,7 @@ class SamplerState:
         self.indices = np.zeros(num_slots, np.int32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
         self.prompt_lens = np.zeros(num_slots, np.int32)
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.records = [SlotRecord()] * num_slots
@@ -137,6 +138,7 @@ class SamplerState:
             self.indices[slot] = init.index
             self.top_k[slot] = max(p.top_k, 0)
             self.top_p[slot] = p.top_p
+            self.min_p[slot] = p.min_p
             self.prompt_lens[slot] = init.num_prompt_tokens
             self.wants_prompt_logprobs[slot] = p.prompt_logprobs is not None
             self.records[slot] = record_of(init)

@@ -71,8 +71,8 @@ def test_bundled_model_in_one_batch_equals_transformers() -> None:
     """All golden prompts together, their prompts cut into chunks; transformers ran each alone."""
     config = bundled_config(max_num_batched_tokens=256)
     worker = Worker(dataclasses.replace(config, device=dataclasses.replace(config.device, threads=2)), lambda *_: None)
-    cases = json.loads(GOLDEN.read_text())["cases"][:12]
-    length = 12
+    cases = json.loads(GOLDEN.read_text())["cases"][:8]
+    length = 10
     driver = Driver(worker)
     blocks = iter(range(1, 200))
     inits = [
@@ -94,5 +94,5 @@ def test_bundled_model_in_one_batch_equals_transformers() -> None:
         for slot, token in zip(result.slots.tolist(), result.tokens.tolist(), strict=True):
             tokens[slot].append(token)
     exact = [i for i, case in enumerate(cases) if min(case["margins"][:length]) > 1e-3]
-    assert len(exact) >= 6
+    assert len(exact) >= 4
     assert [tokens[i] for i in exact] == [cases[i]["greedy_ids"][:length] for i in exact]
