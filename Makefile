@@ -81,6 +81,8 @@ gpu-test:
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 gpu-bench:
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
 
 clean:
