@@ -87,10 +87,10 @@ class EngineCore:
         deltas: list[TokenDelta] = []
         if self._flights and (plan is None or len(self._flights) > self.inflight):
             deltas = self._settle()
+        self._watch(plan is not None)
         if self.life.outbox:
             deltas = [*deltas, *self.life.outbox]
             self.life.outbox.clear()
-        self._watch(plan is not None)
         return StepOutputs(deltas, self.stats())
 
     def _plan(self, now: float) -> StepPlan | None:

@@ -1,0 +1,13 @@
+"""Triton kernels for NVIDIA GPUs. Each has a plain torch counterpart in `ops/reference` or in its tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def overrides() -> dict[str, Any]:
+    """The operations of `ops.registry.Ops` that these kernels replace."""
+    from octavo.ops.triton.gated_mul import gated_mul
+    from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
+
+    return {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "gated_mul": gated_mul}

@@ -1,0 +1,260 @@
+"""Attention of one query token a row over the paged KV cache, in one launch: split over the SMs and combined on the spot.
+
+Cache layout: K and V each [blocks, kv_heads, block_size, head_dim], so that one head's block is one contiguous run. All query
+heads of a KV head are the rows of one tensor-core tile (grouped-query attention, Ainslie et al. 2023), so each key and value
+is read once. The work list comes from `decode_plan`. Softmax is online (Milakov & Gimelshein 2018), in base 2.
+
+A row that was cut into parts is put together again by the last of them (`split_softmax`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from octavo.ops.triton.decode_plan import ITEM_FIELDS, DecodeCapacity, DecodePlan
+from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
+
+_LOG2_E = 1.4426950408889634
+_MIN_DOT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class DecodeTuning:
+    tile: int
+    """Tokens a loop iteration."""
+    warps: int
+    stages: int
+    combine: int = 4096
+    """Partial sums read at once where parts are combined: more hides latency, and takes registers from everyone."""
+    overlap: bool = False
+    """Start while the kernel before still runs and wait for it on the device (programmatic dependent launch, Hopper on). The
+    plan and the block tables must be older than that kernel."""
+
+
+def decode_tuning(
+    head_dim: int, cache_itemsize: int, rows: int, num_kv_heads: int, sm_count: int, *, overlap: bool = False
+) -> DecodeTuning:
+    """Measured on one H200 (benchmarks/gpu_attention.py)."""
+    row_bytes = triton.next_power_of_2(head_dim) * cache_itemsize
+    if row_bytes > 256:
+        return DecodeTuning(tile=32, warps=4, stages=2, overlap=overlap)
+    if cache_itemsize == 1:
+        return DecodeTuning(tile=64, warps=2, stages=2, overlap=overlap)
+    crowded = rows * num_kv_heads > 3 * sm_count
+    return DecodeTuning(
+        tile=64, warps=4, stages=2 if crowded else 3, combine=16384 if rows * num_kv_heads < sm_count else 4096, overlap=overlap
+    )
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Device buffers of one plan capacity, at fixed addresses so that graphs can hold them. One in use a stream at a time."""
+
+    items: torch.Tensor
+    """[capacity.items, ITEM_FIELDS] int32: the plan."""
+    sums: torch.Tensor
+    """[parts, kv_heads, group, head_dim] float32, group and head_dim padded to powers of two."""
+    stats: torch.Tensor
+    """[parts, kv_heads, group, 2] float32: maximum and denominator."""
+    counters: torch.Tensor
+    """[parts, kv_heads] int32: parts of a row that have finished. Zero between launches."""
+    capacity: DecodeCapacity
+
+    @classmethod
+    def allocate(cls, capacity: DecodeCapacity, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+        group = triton.next_power_of_2(num_heads // num_kv_heads)
+        dim = triton.next_power_of_2(head_dim)
+        return cls(
+            items=torch.zeros(capacity.items, ITEM_FIELDS, dtype=torch.int32, device=device),
+            sums=torch.empty(capacity.parts, num_kv_heads, group, dim, dtype=torch.float32, device=device),
+            stats=torch.empty(capacity.parts, num_kv_heads, group, 2, dtype=torch.float32, device=device),
+            counters=torch.zeros(capacity.parts, num_kv_heads, dtype=torch.int32, device=device),
+            capacity=capacity,
+        )
+
+    def load(self, plan: DecodePlan) -> None:
+        """Copy a plan in. The plan must have been made for this capacity."""
+        self.items.copy_(torch.from_numpy(plan.items), non_blocking=True)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    counters_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_stride,
+    out_stride,
+    block_stride,
+    head_stride,
+    table_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    fields = items_ptr + tl.program_id(1) * 8
+    hi = tl.load(fields + 2)
+    if hi == 0:
+        return
+    row = tl.load(fields).to(tl.int64)
+    lo = tl.load(fields + 1)
+    context = tl.load(fields + 3)
+    part = tl.load(fields + 4)
+    first_part = tl.load(fields + 5)
+    num_parts = tl.load(fields + 6)
+    table = table_ptr + row * table_stride
+    n = tl.arange(0, TILE)
+    # Block numbers are read one tile ahead: a tile's loads never wait for the table.
+    block = tl.load(table + (lo + n) // BLOCK, mask=lo + n < hi, other=0)
+
+    if OVERLAP:
+        gdc_wait()
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM_PAD)
+    in_head = d[None, :] < HEAD_DIM
+    head = kv_head * GROUP + g
+    q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=(g[:, None] < GROUP) & in_head, other=0.0)
+    v_scale = 1.0
+    if SCALE_STRIDE >= 0:
+        scale *= tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
+        v_scale = tl.load(v_scale_ptr + kv_head * SCALE_STRIDE)
+        # float8 becomes float16 exactly and in one instruction; bf16 would take three.
+        q = q.to(tl.float16)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    row_max = tl.full([ROWS], -1.0e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for t in tl.range(lo, hi, TILE, num_stages=STAGES):
+        pos = t + n
+        live = pos < hi
+        offsets = (block.to(tl.int64) * block_stride + kv_head * head_stride + (pos % BLOCK) * HEAD_DIM)[:, None] + d[None, :]
+        block = tl.load(table + (pos + TILE) // BLOCK, mask=pos + TILE < hi, other=0)
+        mask = live[:, None] & in_head
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+        if SOFT_CAP > 0.0:
+            # cap * tanh(x / cap), tanh(y) = 1 - 2 / (1 + e^2y); scores are in base 2 only after this.
+            scores = (SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP)))) * 1.4426950408889634
+        # Anything may lie past the context or in the null block, NaN included: such keys count for nothing, and their values
+        # are never read.
+        seen = live
+        if WINDOW > 0:
+            seen = live & (pos >= context - WINDOW)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        fade = tl.exp2(row_max - new_max)
+        p = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * fade + tl.sum(p, 1)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
+        row_max = new_max
+
+    if part < 0:
+        result = acc * (v_scale / row_sum)[:, None]
+        out_offsets = row * out_stride + head[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=(g[:, None] < GROUP) & in_head)
+    else:
+        leave_part(acc, row_max, row_sum, part, kv_head, sums_ptr, stats_ptr, KV_HEADS, ROWS, GROUP_PAD, DIM_PAD)
+        if arrived_last(counters_ptr + first_part * KV_HEADS + kv_head, num_parts):
+            total, total_sum = add_parts(first_part, num_parts, kv_head, sums_ptr, stats_ptr, KV_HEADS, GROUP_PAD, DIM_PAD, PARTS_AT_ONCE)
+            gp = tl.arange(0, GROUP_PAD)
+            out_offsets = row * out_stride + (kv_head * GROUP + gp)[:, None] * HEAD_DIM + d[None, :]
+            total = total * (v_scale / total_sum)[:, None]
+            tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=(gp[:, None] < GROUP) & in_head)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    tuning: DecodeTuning,
+) -> torch.Tensor:
+    """softmax(q K^T * scale) V for rows with one query token each, over the plan in `workspace`.
+
+    Args:
+        q: [rows, heads, head_dim]; a stride between rows is fine (a slice of fused qkv).
+        key_cache, value_cache: [blocks, kv_heads, block_size, head_dim], bf16, fp16, or float8_e4m3fn; each head's block
+            contiguous, and both with the same strides.
+        block_tables: [rows, max_blocks] int32.
+        workspace: holds a plan made with the same `sliding_window`.
+        out: [rows, heads, head_dim]. Rows without work in the plan are not written.
+        k_scale, v_scale: float32, [1] or [kv_heads]: what a cached number must be multiplied with. Both or neither.
+
+    Returns:
+        out
+    """
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = key_cache.shape
+    group = num_heads // num_kv_heads
+    group_pad, dim_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    has_scale = k_scale is not None and v_scale is not None
+    _decode_kernel[(num_kv_heads, workspace.capacity.items)](
+        q,
+        key_cache,
+        value_cache,
+        block_tables,
+        workspace.items,
+        out,
+        workspace.sums,
+        workspace.stats,
+        workspace.counters,
+        k_scale if has_scale else q,
+        v_scale if has_scale else q,
+        q.stride(0),
+        out.stride(0),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        block_tables.stride(0),
+        # A soft cap works on natural scores; without one the change to base 2 is folded into the scale.
+        scale if soft_cap else scale * _LOG2_E,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        ROWS=max(_MIN_DOT_ROWS, group_pad),
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        BLOCK=block_size,
+        TILE=tuning.tile,
+        STAGES=tuning.stages,
+        WINDOW=sliding_window or 0,
+        SOFT_CAP=soft_cap or 0.0,
+        SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
+        PARTS_AT_ONCE=max(1, min(32, tuning.combine // (group_pad * dim_pad))),
+        OVERLAP=tuning.overlap,
+        **({"launch_pdl": True} if tuning.overlap else {}),
+        num_warps=tuning.warps,
+    )
+    return out
