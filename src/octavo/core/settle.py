@@ -168,6 +168,7 @@ class Settler:
         request.delivered = True
         request.first_token_time = now
         delta.num_cached_tokens = request.cached
+        delta.times = request.times()  # a stop string ends a request in the frontend: there may be no last delta
         if request.wants_prompt_logprobs:
             delta.prompt_logprobs = [None, *request.prompt_rows]
             request.prompt_rows = []

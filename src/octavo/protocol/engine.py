@@ -112,7 +112,7 @@ class TokenDelta(msgspec.Struct, array_like=True):
     error: str | None = None
     """Set with finish_reason ERROR: one sentence for the user."""
     times: RequestTimes | None = None
-    """Set on the last delta."""
+    """Set on the first delta, and again, complete, on the last."""
 
 
 class RequestTimes(msgspec.Struct, array_like=True):
