@@ -77,6 +77,13 @@ class Draft:
     diffs: list[tuple[int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
+    def table_diffs(self) -> Int32:
+        """[3, n]: slot, index, block of every new table entry of a request that is in the batch already."""
+        if not self.diffs:
+            return np.empty((3, 0), np.int32) if self.grown is None else self.grown
+        diffs = np.array(self.diffs, np.int32).T
+        return np.ascontiguousarray(diffs if self.grown is None else np.concatenate([self.grown, diffs], axis=1))
+
     @property
     def empty(self) -> bool:
         return not (len(self.decodes) or self.rows)
@@ -409,11 +416,8 @@ class Scheduler:
             slots, start = np.concatenate([slots, more[:, 0]]), np.concatenate([start, more[:, 1]])
             count, sample = np.concatenate([count, more[:, 2]]), np.concatenate([sample, samples])
         batch.in_flight[slots] += 1
-        diffs = np.array(draft.diffs, np.int32).reshape(-1, 3).T if draft.diffs else np.empty((3, 0), np.int32)
-        if draft.grown is not None:
-            diffs = np.concatenate([draft.grown, diffs], axis=1)
-        table_slots, table_index, table_blocks = np.ascontiguousarray(diffs)
-        copy_src, copy_dst = np.array(draft.copies, np.int32).reshape(-1, 2).T.copy()
+        table_slots, table_index, table_blocks = draft.table_diffs()
+        copy_src, copy_dst = np.array(draft.copies, np.int32).T.copy() if draft.copies else np.empty((2, 0), np.int32)
         return StepPlan(
             step_id=draft.step,
             init=draft.init,

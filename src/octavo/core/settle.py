@@ -50,17 +50,14 @@ class Settler:
         batch.in_flight[slots] -= 1
         self._apply_errors(plan, result)
         live = batch.live[slots]
-        computed = plan.start + plan.count
-        if live.all():
-            batch.settled[slots] = computed
-            self.policy.charge(batch.share[slots], plan.count)
-        else:
-            batch.settled[slots[live]] = computed[live]
-            self.policy.charge(batch.share[slots[live]], plan.count[live])
-        for slot, rows in (result.prompt_logprobs or {}).items():
+        rows = slice(None) if live.all() else live
+        batch.settled[slots[rows]] = (plan.start + plan.count)[rows]
+        if self.policy.charges:
+            self.policy.charge(batch.share[slots[rows]], plan.count[rows])
+        for slot, scored in (result.prompt_logprobs or {}).items():
             request = batch.requests[slot]
             if request is not None and batch.live[slot] and request.wants_prompt_logprobs:
-                request.prompt_rows.extend(rows)
+                request.prompt_rows.extend(scored)
         answered, tokens = self._tokens(result, slots[plan.sample])
         deltas = self._deliver(answered, tokens, result.logprobs, now) if len(answered) else []
         if self.kv.prefix_caching:
@@ -95,7 +92,7 @@ class Settler:
             sampled: the slots for which there should be a token, in order.
         """
         batch, slots, tokens = self.batch, sampled, result.tokens
-        if result.counts is None and np.array_equal(result.slots, sampled):
+        if result.counts is None and len(result.slots) == len(sampled) and (result.slots == sampled).all():
             good = batch.live[slots] & (tokens >= 0)
             if good.all():
                 return slots, tokens
