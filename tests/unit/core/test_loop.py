@@ -86,20 +86,22 @@ def test_a_failed_step_ends_its_requests_and_no_other(inflight: int, where: str)
 def test_a_launch_that_failed_loses_no_freed_slot_and_no_pin() -> None:
     worker = FakeWorker(max_num_seqs=3)
     engine = Engine(worker)
-    engine.add("a", PROMPT, max_tokens=2, ignore_eos=True)
+    for name in ("a", "a2"):
+        engine.add(name, PROMPT, max_tokens=2, ignore_eos=True)
     engine.run()
-    # The next plan frees a's slot and copies its tail; it is lost.
+    # The next plan frees both slots and copies a tail into one of them; it is lost.
     worker.fail_submit = lambda plan: bool(len(plan.free_slots) and len(plan.copy_src))
     engine.add("b", [*PROMPT, 9, 9], max_tokens=2, ignore_eos=True)
     engine.run()
     assert engine.seen["b", 0].reason == FinishReason.ERROR
     lost = worker.plans[-1]
-    assert len(lost.free_slots)
+    assert len(lost.free_slots) == 2
     engine.check_idle()
     worker.fail_submit = lambda plan: False
-    engine.add("c", [*PROMPT, 9, 9], max_tokens=2, ignore_eos=True)
+    for name in ("c", "d"):
+        engine.add(name, [*PROMPT, 9, 9], max_tokens=2, ignore_eos=True)
     engine.run()
-    assert set(lost.free_slots.tolist()) <= set(worker.plans[len(worker.plans) - 2].free_slots.tolist())
+    assert sorted(worker.plans[-2].free_slots.tolist()) == sorted(lost.free_slots.tolist())
     engine.check_idle()
 
 
