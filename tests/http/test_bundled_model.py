@@ -50,9 +50,10 @@ def test_scores_of_a_prompt(server: ServerProcess) -> None:
 def test_a_forced_word(server: ServerProcess) -> None:
     ids = server.http.post("/tokenize", json={"prompt": " zebra", "add_special_tokens": False}).json()["tokens"]
     body = {"prompt": "Once", "logit_bias": {str(ids[0]): 100}, "max_tokens": 1, "temperature": 0}
-    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == server.http.post(
-        "/detokenize", json={"tokens": ids[:1]}
-    ).json()["prompt"]
+    assert (
+        server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        == server.http.post("/detokenize", json={"tokens": ids[:1]}).json()["prompt"]
+    )
 
 
 def test_beams_of_a_real_model(server: ServerProcess) -> None:
