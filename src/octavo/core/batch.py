@@ -15,6 +15,9 @@ import numpy.typing as npt
 from octavo.core.request import Request
 from octavo.protocol.step import Bool, Int32
 
+Slots = npt.NDArray[np.intp]
+"""Slot numbers as numpy indexes fastest."""
+
 STOP_COLUMNS = 8
 NO_STEP = -1
 
@@ -114,6 +117,7 @@ class Batch:
         request.slot = -1
         self.requests[slot] = None
         self.running[slot] = self.live[slot] = False
+        self.known[slot] = self.scheduled[slot] = 0
         self._free.append(slot)
         self._left.append(slot)
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.config.types import SchedulerConfig
-from octavo.core.batch import Batch
+from octavo.core.batch import Batch, Slots
 from octavo.core.kv.block_pool import NULL_BLOCK, OutOfBlocks
 from octavo.core.kv.manager import KVManager, Match
 from octavo.core.lifecycle import Lifecycle
@@ -69,7 +69,9 @@ class Draft:
     """A plan in the making. Rows after the decodes: (slot, start, count, sample)."""
 
     step: int
-    decodes: Int32
+    decodes: Slots = field(default_factory=lambda: np.empty(0, np.intp))
+    grown: Int32 | None = None
+    """[3, n]: slot, index, block of the table entries that decodes got."""
     rows: list[tuple[int, int, int, bool]] = field(default_factory=list)
     init: list[SlotInit] = field(default_factory=list)
     diffs: list[tuple[int, int, int]] = field(default_factory=list)
@@ -108,11 +110,11 @@ class Scheduler:
             in_flight: steps launched and not settled yet.
         """
         self._promised, self._swept = 0, False
-        draft = Draft(step, np.empty(0, np.int32))
-        budget = self.config.max_num_batched_tokens
-        self._plan_decodes(draft, self._decode_budget(), in_flight)
-        prompts = self._prompt_budget(draft, budget - len(draft.decodes))
-        computing = self._computing(draft)
+        draft = Draft(step)
+        rest = self.batch.known - self.batch.scheduled
+        computing = self._computing(rest)
+        self._plan_decodes(draft, rest, self._decode_budget(bool(computing)), in_flight)
+        prompts = self._prompt_budget(draft, self.config.max_num_batched_tokens - len(draft.decodes))
         contended = len(computing) > 1 or (bool(computing) and len(self.queue) > 0)
         self._turn += contended
         if contended and self._turn % 2:
@@ -126,18 +128,18 @@ class Scheduler:
 
     # Decodes
 
-    def _decode_budget(self) -> int:
+    def _decode_budget(self, computing: bool) -> int:
         """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait."""
         budget = self.config.max_num_batched_tokens
-        prompts = len(self.queue) > 0 or bool((self.batch.running & (self.batch.known - self.batch.scheduled > 1)).any())
+        prompts = computing or len(self.queue) > 0
         return max(1, budget - max(1, budget // 4)) if prompts and budget < self.batch.max_seqs else budget
 
-    def _plan_decodes(self, draft: Draft, budget: int, in_flight: int) -> None:
+    def _plan_decodes(self, draft: Draft, rest: Int32, budget: int, in_flight: int) -> None:
         batch = self.batch
-        ready = batch.running & (batch.known - batch.scheduled == 1) & (batch.known < batch.limit)
+        ready = batch.running & (rest == 1) & (batch.known < batch.limit)
         if in_flight:
             ready &= ~(batch.synchronous & (batch.in_flight > 0))
-        slots: Int32 = np.flatnonzero(ready).astype(np.int32)
+        slots = np.flatnonzero(ready)
         if len(slots) > budget:
             oldest = np.argsort(batch.last_step[slots], kind="stable")[:budget]
             slots = np.sort(slots[oldest])
@@ -152,11 +154,11 @@ class Scheduler:
                 grown[growing] = True
                 slots = slots[batch.running[slots] & (~full | grown[slots])]
             index = self.kv.lengths[growing] - 1
-            draft.diffs.extend(zip(growing.tolist(), index.tolist(), self.kv.table[growing, index].tolist(), strict=True))
+            draft.grown = np.stack([growing, index, self.kv.table[growing, index]]).astype(np.int32)
         draft.decodes = slots
         batch.last_step[slots] = draft.step
 
-    def _grow_under_pressure(self, slots: Int32, step: int, in_flight: int) -> Int32:
+    def _grow_under_pressure(self, slots: Slots, step: int, in_flight: int) -> Slots:
         """One more block for as many of `slots` as possible, most important first. Returns those that got one."""
         requests = sorted((self.batch.occupant(int(slot)) for slot in slots), key=self._keep_key)
         grown = []
@@ -165,11 +167,11 @@ class Scheduler:
                 continue
             try:
                 if self._make_room(request, step, in_flight):
-                    self.kv.extend_each(np.array([request.slot], np.int32))
+                    self.kv.extend(request.slot, (int(self.kv.lengths[request.slot]) + 1) * self.kv.block_size)
                     grown.append(request)
             except Exception as error:
                 self._planning_failed(request, error)
-        return np.array(sorted(r.slot for r in grown if r.state is RequestState.RUNNING), np.int32)
+        return np.array(sorted(r.slot for r in grown if r.state is RequestState.RUNNING), np.intp)
 
     # Prompts
 
@@ -188,10 +190,9 @@ class Scheduler:
         tokens = min(tokens, max(most, CHUNK_FLOOR))
         return PromptBudget(tokens, seconds, CHUNK_FLOOR, self.step_time, tokens)
 
-    def _computing(self, draft: Draft) -> list[Request]:
+    def _computing(self, rest: Int32) -> list[Request]:
         """Admitted requests whose prompt is not computed yet: the oldest, then the others, shortest rest first."""
         batch = self.batch
-        rest = batch.known - batch.scheduled
         slots = np.flatnonzero(batch.running & (rest > 1))
         if not len(slots):
             return []
@@ -398,31 +399,34 @@ class Scheduler:
         slots, start = draft.decodes, batch.scheduled[draft.decodes]
         count: Int32 = np.ones(len(slots), np.int32)
         sample: npt.NDArray[np.bool_] = np.ones(len(slots), np.bool_)
-        batch.scheduled[slots] += 1
+        batch.scheduled[slots] = start + 1
         batch.known[slots] += 1
         if rows:
-            more = np.array([row[:3] for row in rows], np.int32).reshape(-1, 3)
+            more = np.array([row[:3] for row in rows], np.int32)
             samples = np.array([row[3] for row in rows], np.bool_)
             batch.scheduled[more[:, 0]] = more[:, 1] + more[:, 2]
             batch.known[more[:, 0]] += samples
             slots, start = np.concatenate([slots, more[:, 0]]), np.concatenate([start, more[:, 1]])
             count, sample = np.concatenate([count, more[:, 2]]), np.concatenate([sample, samples])
         batch.in_flight[slots] += 1
-        diffs = np.array(draft.diffs, np.int32).reshape(-1, 3)
-        copies = np.array(draft.copies, np.int32).reshape(-1, 2)
+        diffs = np.array(draft.diffs, np.int32).reshape(-1, 3).T if draft.diffs else np.empty((3, 0), np.int32)
+        if draft.grown is not None:
+            diffs = np.concatenate([draft.grown, diffs], axis=1)
+        table_slots, table_index, table_blocks = np.ascontiguousarray(diffs)
+        copy_src, copy_dst = np.array(draft.copies, np.int32).reshape(-1, 2).T.copy()
         return StepPlan(
             step_id=draft.step,
             init=draft.init,
             free_slots=batch.take_left(),
-            slots=slots,
+            slots=slots.astype(np.int32),
             start=start,
             count=count,
             sample=sample,
-            table_slots=diffs[:, 0].copy(),
-            table_index=diffs[:, 1].copy(),
-            table_blocks=diffs[:, 2].copy(),
-            copy_src=copies[:, 0].copy(),
-            copy_dst=copies[:, 1].copy(),
+            table_slots=table_slots,
+            table_index=table_index,
+            table_blocks=table_blocks,
+            copy_src=copy_src,
+            copy_dst=copy_dst,
             num_tokens=int(count.sum()),
             max_context=int((start + count).max()),
         )

@@ -125,14 +125,15 @@ def test_every_launch_failing_ends_everybody_and_nothing_else() -> None:
     engine.check_idle()
 
 
-def test_planning_that_fails_as_a_whole_ends_the_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
+@pytest.mark.parametrize("stage", ["_plan_decodes", "_admit", "_finish"])
+@pytest.mark.parametrize("inflight", [0, 1])
+def test_planning_that_fails_as_a_whole_ends_the_running(monkeypatch: pytest.MonkeyPatch, stage: str, inflight: int) -> None:
+    engine = Engine(inflight=inflight)
     engine.add("a", PROMPT, ignore_eos=True)
     engine.step()
-    decodes = engine.core.scheduler._plan_decodes
-    monkeypatch.setattr(engine.core.scheduler, "_plan_decodes", lambda *a: 1 / 0)
+    monkeypatch.setattr(engine.core.scheduler, stage, lambda *a: 1 / 0)
     engine.step()
-    monkeypatch.setattr(engine.core.scheduler, "_plan_decodes", decodes)
+    monkeypatch.undo()
     engine.add("b", PROMPT, ignore_eos=True)
     engine.run()
     assert engine.seen["a", 0].reason == FinishReason.ERROR
