@@ -31,7 +31,7 @@ const uint8_t* panel_of(const OctavoSegment& segment, int64_t panel, int64_t col
     return (const uint8_t*)segment.data + panel * octavo_packed_bytes(segment.kind, 1, columns);
 }
 
-bool is_packed(int32_t kind) { return kind == KIND_Q4 || kind == KIND_Q8; }
+bool rounds(int32_t kind) { return kind == KIND_Q4 || (kind == KIND_Q8 && kernels().rounds_q8); }
 
 }  // namespace
 
@@ -43,7 +43,7 @@ const Kernels& kernels() {
 
 bool reads_rounded(const OctavoLinear& linear, bool wanted) {
     for (int i = 0; wanted && i < linear.num_segments; i++)
-        if (is_packed(linear.segments[i].kind)) return true;
+        if (rounds(linear.segments[i].kind)) return true;
     return false;
 }
 
@@ -65,7 +65,7 @@ void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activation
         for (int i = 0; i < linear.num_segments; i++) {
             const OctavoSegment& segment = linear.segments[i];
             const int64_t size = ceil_div(segment.rows, PANEL);
-            const auto call = rounded && is_packed(segment.kind) ? k.panel_int8 : k.panel_float;
+            const auto call = rounded && rounds(segment.kind) ? k.panel_int8 : k.panel_float;
             const int64_t from = first > segment_panel ? first : segment_panel, to = last < segment_panel + size ? last : segment_panel + size;
             for (int64_t p = from; p < to; p++) {
                 const int64_t at = (p - segment_panel) * PANEL, left = segment.rows - at;

@@ -41,6 +41,7 @@ struct AttentionTile {
 };
 
 struct Kernels {
+    bool rounds_q8;  // whether panel_int8 takes Q8 panels; it takes Q4 ones at every level, and floats at none
     // One panel times tokens [begin, end): out[token * ldo + lane] for `lanes` rows.
     void (*panel_int8)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
                        const float* bias, int lanes);

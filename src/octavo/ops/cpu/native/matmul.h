@@ -128,6 +128,7 @@ INLINE int32_t four(const int8_t* x) { int32_t v; memcpy(&v, x, 4); return v; }
 #if defined(__AVX512VNNI__)
 
 constexpr int TILE = 8;
+constexpr bool ROUNDS_Q8 = true;
 
 INLINE __m512i q4_quad(const uint8_t* p) {
     __m256i both = _mm256_loadu_si256((const __m256i*)p);
@@ -164,61 +165,40 @@ INLINE void int8_tile(const uint8_t* panel, const Activations& a, int64_t token,
 #elif defined(__AVX2__)
 
 constexpr int TILE = 4;
+constexpr bool ROUNDS_Q8 = false;
 
 // Products of a half byte (0..15) and an int8 (-127..127): eight pairs sum to at most 30,480, which 16 bits hold.
+// Q8 weights times int8 would take twice as many instructions as this, no fewer than float32 does: they take float rows.
 template <int T, bool Q4>
 INLINE void int8_tile(const uint8_t* panel, const Activations& a, int64_t token, float* out) {
+    static_assert(Q4, "see ROUNDS_Q8");
     const __m256i low_half = _mm256_set1_epi8(15);
     const __m256i ones = _mm256_set1_epi16(1);
-    const int8_t* x = a.rounded + token * a.groups * GROUP;
+    const int64_t stride = a.groups * GROUP;
+    const int8_t* x = a.rounded + token * stride;
     alignas(32) __m256 acc[T][2];
     for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < a.groups; g++, panel += Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES, x += GROUP) {
-        const uint16_t* narrow = (const uint16_t*)(panel + (Q4 ? 256 : 512));
-        if (Q4) {
-            __m256i dot[T][2];
-            for (int t = 0; t < T; t++) dot[t][0] = dot[t][1] = _mm256_setzero_si256();
+    for (int64_t g = 0; g < a.groups; g++, panel += Q4_GROUP_BYTES, x += GROUP) {
+        __m256i dot[T][2];
+        for (int t = 0; t < T; t++) dot[t][0] = dot[t][1] = _mm256_setzero_si256();
 #pragma GCC unroll 8
-            for (int quad = 0; quad < 8; quad++) {
-                __m256i both = _mm256_loadu_si256((const __m256i*)(panel + 32 * quad));
-                __m256i low = _mm256_and_si256(both, low_half), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
-                for (int t = 0; t < T; t++) {
-                    __m256i b = _mm256_set1_epi32(four(x + t * a.groups * GROUP + 4 * quad));
-                    dot[t][0] = _mm256_add_epi16(dot[t][0], _mm256_maddubs_epi16(low, b));
-                    dot[t][1] = _mm256_add_epi16(dot[t][1], _mm256_maddubs_epi16(high, b));
-                }
+        for (int quad = 0; quad < 8; quad++) {
+            __m256i both = _mm256_loadu_si256((const __m256i*)(panel + 32 * quad));
+            __m256i low = _mm256_and_si256(both, low_half), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
+            for (int t = 0; t < T; t++) {
+                __m256i b = _mm256_set1_epi32(four(x + t * stride + 4 * quad));
+                dot[t][0] = _mm256_add_epi16(dot[t][0], _mm256_maddubs_epi16(low, b));
+                dot[t][1] = _mm256_add_epi16(dot[t][1], _mm256_maddubs_epi16(high, b));
             }
-            for (int h = 0; h < 2; h++) {
-                __m256 scale = (__m256)load(narrow + 8 * h), minimum = (__m256)load(narrow + PANEL + 8 * h);
-                for (int t = 0; t < T; t++) {
-                    int64_t at = (token + t) * a.groups + g;
-                    __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(dot[t][h], ones));
-                    acc[t][h] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale, _mm256_set1_ps(a.scales[at])), acc[t][h]);
-                    acc[t][h] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(a.sums[at]), acc[t][h]);
-                }
-            }
-        } else {  // a byte is 16 * its high half + its low half
-            const __m256i sixteens = _mm256_set1_epi16(16);
-            for (int h = 0; h < 2; h++) {
-                __m256i dot[T][2];
-                for (int t = 0; t < T; t++) dot[t][0] = dot[t][1] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-                for (int quad = 0; quad < 8; quad++) {
-                    __m256i both = _mm256_loadu_si256((const __m256i*)(panel + 64 * quad + 32 * h));
-                    __m256i low = _mm256_and_si256(both, low_half), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_half);
-                    for (int t = 0; t < T; t++) {
-                        __m256i b = _mm256_set1_epi32(four(x + t * a.groups * GROUP + 4 * quad));
-                        dot[t][0] = _mm256_add_epi16(dot[t][0], _mm256_maddubs_epi16(low, b));
-                        dot[t][1] = _mm256_add_epi16(dot[t][1], _mm256_maddubs_epi16(high, b));
-                    }
-                }
-                __m256 scale = (__m256)load(narrow + 8 * h);
-                for (int t = 0; t < T; t++) {
-                    int64_t at = (token + t) * a.groups + g;
-                    __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(dot[t][0], ones), _mm256_madd_epi16(dot[t][1], sixteens));
-                    whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(128 * a.counts[at]));
-                    acc[t][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(scale, _mm256_set1_ps(a.scales[at])), acc[t][h]);
-                }
+        }
+        const uint16_t* narrow = (const uint16_t*)(panel + 256);
+        for (int h = 0; h < 2; h++) {
+            __m256 scale = (__m256)load(narrow + 8 * h), minimum = (__m256)load(narrow + PANEL + 8 * h);
+            for (int t = 0; t < T; t++) {
+                int64_t at = (token + t) * a.groups + g;
+                __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(dot[t][h], ones));
+                acc[t][h] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale, _mm256_set1_ps(a.scales[at])), acc[t][h]);
+                acc[t][h] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(a.sums[at]), acc[t][h]);
             }
         }
     }
@@ -229,6 +209,7 @@ INLINE void int8_tile(const uint8_t* panel, const Activations& a, int64_t token,
 #else
 
 constexpr int TILE = 4;
+constexpr bool ROUNDS_Q8 = true;
 
 #if defined(__ARM_FEATURE_DOTPROD)
 }
@@ -317,7 +298,7 @@ static void panel_rounded(const uint8_t* panel, const Activations& a, int64_t be
 static void panel_int8(int32_t kind, const uint8_t* panel, const Activations& a, int64_t begin, int64_t end, float* out, int64_t ldo,
                        const float* bias, int lanes) {
     if (kind == KIND_Q4) panel_rounded<true>(panel, a, begin, end, out, ldo, bias, lanes);
-    else panel_rounded<false>(panel, a, begin, end, out, ldo, bias, lanes);
+    else if constexpr (ROUNDS_Q8) panel_rounded<false>(panel, a, begin, end, out, ldo, bias, lanes);
 }
 
 }  // namespace LEVEL

@@ -1,4 +1,7 @@
 // Threads that share loops. Between the many short loops of a step they spin for a while; between steps they sleep.
+//
+// The caller waits for no thread that has not taken a piece of the loop: one that the system has put aside (the machine is
+// busy) costs its share of the work, and no more.
 #pragma once
 
 #include <atomic>
@@ -32,17 +35,18 @@ class Pool {
     using Call = void (*)(const void*, int64_t);
 
     void share(int64_t count, int64_t chunk, Call call, const void* body);
-    void take();
+    bool take();
+    bool open() const;
     void work();
 
     std::vector<std::thread> workers_;
-    // The loop being shared. Written before `generation_` moves, read after.
+    // The loop being shared. Written before the ticket is, and read only by who holds a piece: the loop cannot end before.
     Call call_ = nullptr;
     const void* body_ = nullptr;
     int64_t count_ = 0, chunk_ = 1;
-    alignas(64) std::atomic<uint64_t> generation_{0};
-    alignas(64) std::atomic<int64_t> next_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    // Pieces of the loop in the high half, the next one to take in the low half.
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
