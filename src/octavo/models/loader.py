@@ -51,6 +51,8 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     else:
         spec, family = _gguf_spec(model.hf_config, gguf)
     dtype: torch.dtype = getattr(torch, model.dtype)
+    if dtype != torch.float32:
+        ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
