@@ -50,6 +50,11 @@ INLINE void scores_of(const T* keys, int64_t stride, int dim, const float* const
         for (int v = 0; v < V; v++) store(scores + i * KEY_CHUNK + v * W, acc[i][v] * splat(scale));
 }
 
+// Blocks lie anywhere in memory, where no hardware prefetcher finds them.
+INLINE void prefetch(const void* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + i, 0, 2);
+}
+
 template <class T, int NQ>
 static void attend_tile(const AttentionTile& tile) {
     const OctavoCache& c = *tile.cache;
@@ -74,6 +79,10 @@ static void attend_tile(const AttentionTile& tile) {
             const int offset = p % block;
             const int count = block - offset < end - p ? block - offset : end - p;
             const T* keys = (const T*)c.keys + ((int64_t)tile.table[p / block] * c.kv_heads + tile.kv_head) * key_bytes;
+            const T* values = (const T*)c.values + ((int64_t)tile.table[p / block] * c.kv_heads + tile.kv_head) * value_bytes;
+            prefetch(values, value_bytes * (int64_t)sizeof(T));
+            if (p + count < last)
+                prefetch((const T*)c.keys + ((int64_t)tile.table[p / block + 1] * c.kv_heads + tile.kv_head) * key_bytes, key_bytes * (int64_t)sizeof(T));
             // Whole vectors from where the first key's vector starts: what is scored beside the keys asked for is dropped or
             // overwritten by the next block. Where lanes line up, scores go straight to their place.
             const int from = offset / W * W;
