@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from octavo.worker.memory import Budget, CacheSize, activation_bound, cpu_budget
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, worst_step
+
+if TYPE_CHECKING:
+    from octavo.attention.native_cpu import NativeCpuAttention
 
 PROFILE_BLOCKS = 2
 """Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
@@ -49,7 +53,8 @@ class Worker:
         torch.set_num_threads(config.device.threads)
 
         with self._phase("load"):
-            self._model: Model = load_model(config, load_ops(config.device.kind), self._device, progress)
+            kernels = "native" if config.device.native_kernels else config.device.kind
+            self._model: Model = load_model(config, load_ops(kernels), self._device, progress)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
             scheduler = config.scheduler
@@ -58,7 +63,7 @@ class Worker:
             processed = config.model.logprobs_mode == "processed_logprobs"
             self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed)
         with self._phase("memory"):
-            bytes_per_block = TorchPagedAttention.bytes_per_block(layers, block_size, self._cache_dtype)
+            bytes_per_block = self._attention_class().bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
             size = size_cache(config, budget, bytes_per_block)
             self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
@@ -112,8 +117,15 @@ class Worker:
         self._phases.append(Phase(name, time.perf_counter() - began))
 
     def _make_runner(self, layers: tuple[LayerSpec, ...], num_blocks: int) -> Runner:
-        attention = TorchPagedAttention(layers, num_blocks, self._config.cache.block_size, self._cache_dtype, self._device)
+        attention = self._attention_class()(layers, num_blocks, self._config.cache.block_size, self._cache_dtype, self._device)
         return Runner(self._model, attention, self._tables, self._state, self._sampler)
+
+    def _attention_class(self) -> type[TorchPagedAttention | NativeCpuAttention]:
+        if self._config.device.native_kernels:
+            from octavo.attention.native_cpu import NativeCpuAttention
+
+            return NativeCpuAttention
+        return TorchPagedAttention
 
     def _measure(self) -> Budget:
         """What the weights and the worst step take, and what that leaves."""
@@ -144,7 +156,7 @@ class Worker:
             device=config.device.name,
             dtype=config.model.dtype,
             kv_dtype=config.cache.dtype,
-            attention=TorchPagedAttention.name,
+            attention=self._attention_class().name,
             phases=self._phases,
             warnings=list(size.warnings),
         )
