@@ -14,7 +14,7 @@ from octavo.sampling.filters import filtered
 from octavo.sampling.random import GROUP, categorical, row_keys
 from octavo.sampling.state import Column, Feature
 
-VOCAB = 2 * GROUP + 83
+VOCAB = GROUP + 83
 
 
 def drawn(
@@ -71,39 +71,37 @@ def test_the_contract_names_what_the_state_keeps() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_unfiltered_draws_are_those_of_the_reference(dtype: torch.dtype, device: torch.device) -> None:
-    logits = (torch.randn(12, VOCAB, device=device) * 3).to(dtype)
-    numbers = [(0.5 + 0.1 * row, 0.0, 1.0, 0.0) for row in range(12)]
+    logits = (torch.randn(6, VOCAB, device=device) * 3).to(dtype)
+    numbers = [(0.5 + 0.1 * row, 0.0, 1.0, 0.0) for row in range(6)]
     tokens = drawn(logits, numbers, filters=False)
     assert tokens.tolist() == expected(logits, numbers).tolist()
-    assert len(set(tokens.tolist())) > 6
+    assert len(set(tokens.tolist())) > 3
 
 
 def test_greedy_rows_take_the_first_of_the_likeliest(device: torch.device) -> None:
-    logits = torch.randn(4, VOCAB, device=device)
-    logits[0, [40, 300, 500]] = 9.0
-    logits[1, [511, 512]] = 9.0
-    logits[2, VOCAB - 1] = 9.0
-    assert drawn(logits, [(1.0, 0.0, 1.0, 0.0)] * 4, greedy=(0, 1, 2, 3))[:3].tolist() == [40, 511, VOCAB - 1]
+    """The vocabulary is wide enough for several thread blocks a row."""
+    width = 17 * GROUP + 9
+    logits = torch.randn(3, width, device=device)
+    logits[0, [40, 300, 4000]] = 9.0
+    logits[1, [2047, 2048]] = 9.0
+    logits[2, width - 1] = 9.0
+    assert drawn(logits, [(1.0, 0.0, 1.0, 0.0)] * 3, filters=False, greedy=(0, 1, 2)).tolist() == [40, 2047, width - 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_filters_keep_what_the_reference_keeps(dtype: torch.dtype, device: torch.device) -> None:
     """Coarse dtypes tie a lot: a threshold that is off by one place would show."""
     numbers = [
-        (1.0, 1.0, 1.0, 0.0),
         (0.7, 5.0, 1.0, 0.0),
         (1.0, 0.0, 0.3, 0.0),
-        (1.5, 0.0, 0.9, 0.0),
         (1.0, 0.0, 1.0, 0.2),
         (0.8, 50.0, 0.8, 0.0),
         (1.0, 20.0, 0.95, 0.05),
         (2.0, VOCAB + 5.0, 0.99, 0.001),
-        (1.0, 300.0, 0.999, 0.0),
         (1.0, 0.0, 1e-6, 0.0),
     ]
-    for scale in (0.5, 4.0):
-        logits = (torch.randn(len(numbers), VOCAB, device=device) * scale).to(dtype)
-        assert drawn(logits, numbers).tolist() == expected(logits, numbers).tolist()
+    logits = (torch.randn(len(numbers), VOCAB, device=device) * 2).to(dtype)
+    assert drawn(logits, numbers).tolist() == expected(logits, numbers).tolist()
 
 
 def test_filtered_greedy_and_plain_rows_mix(device: torch.device) -> None:
@@ -123,10 +121,10 @@ def test_unusable_logits_are_told_and_forbidden_tokens_never_drawn(filters: bool
     logits[2] = -math.inf
     logits[3] = -math.inf
     logits[3, 77] = -3.0
-    logits[4, :400] = -math.inf
+    logits[4, :300] = -math.inf
     tokens = drawn(logits, [(1.0, 0.0, 0.95 if filters else 1.0, 0.0)] * 6, filters=filters, greedy=(5,))
     assert tokens[:4].tolist() == [-1, -1, -1, 77]
-    assert tokens[4] >= 400
+    assert tokens[4] >= 300
     assert tokens[5] == logits[5].argmax().cpu()
 
 

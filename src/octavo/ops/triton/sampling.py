@@ -215,10 +215,11 @@ def _draw_kernel(
     for g in range(split * SHARE, (split + 1) * SHARE, AT_ONCE):
         group = g + tl.arange(0, AT_ONCE)
         raw, scaled = _load_scaled(base, group[:, None] * GROUP + member[None, :], VOCAB, temperature)
-        unusable = ~(raw < float("inf"))  # NaN too
-        bad = tl.maximum(bad, tl.max(tl.max(unusable.to(tl.int32), 1), 0))
+        usable = raw < float("inf")  # false for NaN too
+        bad = tl.maximum(bad, tl.max(tl.max((~usable).to(tl.int32), 1), 0))
         if FILTERS:
-            scaled = tl.where((raw >= cut) & (scaled >= floor), scaled, -float("inf"))
+            usable = usable & (raw >= cut) & (scaled >= floor)
+        scaled = tl.where(usable, scaled, -float("inf"))
         highest = tl.max(scaled, 1)
         score = highest.to(tl.float64)
         if random:
@@ -241,9 +242,10 @@ def _draw_kernel(
         chosen = tl.max(scores, 0)
         group = tl.sum(tl.where(s == tl.argmax(scores, 0), groups, 0), 0)
         raw, scaled = _load_scaled(base, group * GROUP + member, VOCAB, temperature)
+        usable = raw < float("inf")
         if FILTERS:
-            scaled = tl.where((raw >= cut) & (scaled >= floor), scaled, -float("inf"))
-        score = scaled.to(tl.float64)
+            usable = usable & (raw >= cut) & (scaled >= floor)
+        score = tl.where(usable, scaled, -float("inf")).to(tl.float64)
         if random:
             score += _gumbel(key_lo, key_hi, member.to(tl.uint32) + 0x80000000)
         valid = (chosen > -float("inf")) & (chosen < float("inf"))
@@ -267,8 +269,9 @@ def draw_tokens(
     count, vocab = logits.shape
     if not count:
         return
-    splits = min(_MOST_SPLITS, max(4, triton.next_power_of_2(512 // count)))
     groups = triton.cdiv(vocab, _GROUP)
+    # Enough thread blocks to fill the GPU, but none without groups.
+    splits = min(_MOST_SPLITS, max(4, triton.next_power_of_2(512 // count)), triton.next_power_of_2(triton.cdiv(groups, _GROUPS_AT_ONCE)))
     share = triton.cdiv(triton.cdiv(groups, splits), _GROUPS_AT_ONCE) * _GROUPS_AT_ONCE
     device = logits.device
     scores = torch.empty(count, splits, dtype=torch.float64, device=device)
