@@ -169,7 +169,9 @@ class TritonAttention:
             arrays += [items, lines.chunks, lines.starts] if gather else [items]
         return functools.partial(self._work, g, first, decodes, tuning, gather)
 
-    def _work(self, g: Geometry, first: int, decodes: int, tuning: PrefillTuning | None, gather: bool, arrays: list[torch.Tensor]) -> LayerWork:
+    def _work(
+        self, g: Geometry, first: int, decodes: int, tuning: PrefillTuning | None, gather: bool, arrays: list[torch.Tensor]
+    ) -> LayerWork:
         mine = iter(arrays[first:])
         decode_work = self._decode_work(g, decodes, next(mine)) if decodes else None
         if tuning is None:

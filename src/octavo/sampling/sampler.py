@@ -184,7 +184,13 @@ class Sampler:
         wanted = [slots, positions, features, keys, np.asarray([len(slots)], np.int32)]
         on_slots, on_positions, modes, on_keys, count = upload_many(wanted, logits.device)
         out = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
-        draw(logits, DrawRows(on_slots, on_positions, modes, on_keys, count), self._state.numbers, out, filters=bool((features & Feature.FILTERS).any()))
+        draw(
+            logits,
+            DrawRows(on_slots, on_positions, modes, on_keys, count),
+            self._state.numbers,
+            out,
+            filters=bool((features & Feature.FILTERS).any()),
+        )
         return out.clamp(min=0), out >= 0
 
     def _draw(

@@ -151,7 +151,11 @@ class DecodeGraphs:
         layout, tables, inputs = self._layouts[rows], self._tables, self._inputs
         columns = layout.split(self._received)
         mine = DecodeInputs(
-            inputs.token_ids[:rows], inputs.positions[:rows], inputs.cache_slots[:rows], inputs.context_lens[:rows], inputs.block_tables[:rows]
+            inputs.token_ids[:rows],
+            inputs.positions[:rows],
+            inputs.cache_slots[:rows],
+            inputs.context_lens[:rows],
+            inputs.block_tables[:rows],
         )
         diffs = columns.diffs.view(3, -1)
         draws = DrawRows(columns.slots, columns.starts, columns.modes, columns.keys.view(-1, 2), columns.num_rows, ahead=1)

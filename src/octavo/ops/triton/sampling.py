@@ -155,9 +155,7 @@ def _filter_kernel(
             p1 = least + (d + 3) // 4
             p2 = least + (2 * d + 3) // 4
             p3 = least + (3 * d + 3) // 4
-            m1, m2, m3 = _masses(
-                base, temperature, top, floor, kept, p1.to(tl.int32), p2.to(tl.int32), p3.to(tl.int32), VOCAB, TILE, SHIFT
-            )
+            m1, m2, m3 = _masses(base, temperature, top, floor, kept, p1.to(tl.int32), p2.to(tl.int32), p3.to(tl.int32), VOCAB, TILE, SHIFT)
             least = tl.where(m3 >= wanted, p3, tl.where(m2 >= wanted, p2, tl.where(m1 >= wanted, p1, least)))
             hi = tl.where(m3 >= wanted, hi, tl.where(m2 >= wanted, p3 - 1, tl.where(m1 >= wanted, p2 - 1, p1 - 1)))
     image = least.to(tl.int32) << SHIFT
