@@ -140,10 +140,10 @@ def _filter_kernel(
             hi = tl.where(c3 >= top_k, hi, tl.where(c2 >= top_k, p3 - 1, tl.where(c1 >= top_k, p2 - 1, p1 - 1)))
     if top_p < 1.0:
         kept = least.to(tl.int32)
-        total, beyond, _ = _masses(base, temperature, top, floor, kept, kept, kept + 1, kept + 1, VOCAB, TILE, SHIFT)
+        total, beyond, _beyond = _masses(base, temperature, top, floor, kept, kept, kept + 1, kept + 1, VOCAB, TILE, SHIFT)
         if limited:
             # Mass is relative to exactly k tokens: of those that tie at the threshold, some may be one too many.
-            there, over, _ = _counts(base, kept, kept + 1, kept + 1, VOCAB, TILE, SHIFT)
+            there, over, _over = _counts(base, kept, kept + 1, kept + 1, VOCAB, TILE, SHIFT)
             total = tl.where(there > top_k, beyond + (total - beyond) * (top_k - over) / (there - over), total)
         wanted = top_p * total
         # Tokens less likely than (1 - p) / vocabulary have less than 1 - p of the mass together: none of them is needed.
