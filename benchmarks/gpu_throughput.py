@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 REQUESTS = {"qwen3-0.6b": 256, "llama-3.1-8b": 512}
 MAX_MODEL_LEN = 8448
+PARTS = ("latency", "first", "throughput", "start")
 
 FLOORS = {
     "qwen3-0.6b": {"seconds": 3.8},
@@ -73,6 +77,32 @@ VLLM = {
     "llama-3.1-8b": {"seconds": 25.4, "tpot_1_ms": 4.94, "tpot_32_ms": 5.56, "ttft_32_ms": 98.0, "first_8k_ms": 210.0, "start_s": 76.0},
 }
 """vLLM 0.26.0 on the same card, same workload, its defaults; start is process start to ready with a warm page cache."""
+
+PROFILED = ((1, 300, 40), (32, 300, 40), (256, 700, 60), (1, 8192, 1))
+"""(requests, prompt tokens, output tokens)"""
+
+FIRST_TOKEN = """
+import json, sys
+from octavo import LLM, SamplingParams
+llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=int(sys.argv[2]))
+llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+print(json.dumps({p.name: round(p.seconds, 2) for p in llm.ready_report.phases}), flush=True)
+"""
+
+
+def cold_start(folder: str) -> dict[str, Any]:
+    """Seconds from the start of a new process to its first token, kernels compiled before; twice, the better counts."""
+    runs = []
+    for _ in range(2):
+        start = time.perf_counter()
+        process = subprocess.Popen([sys.executable, "-c", FIRST_TOKEN, folder, str(MAX_MODEL_LEN)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - start
+        process.communicate()
+        runs.append((seconds, json.loads(line)))
+    seconds, phases = min(runs, key=lambda run: run[0])
+    return {"start_s": seconds, "cached_phases_s": phases}
 
 
 def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
@@ -93,7 +123,9 @@ def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: boo
                 result["runs"] = [offline(llm, REQUESTS[shape]) for _ in range(2)]
                 result["seconds"] = min(run["elapsed_time"] for run in result["runs"])
             if profile:
-                result["profile"] = [profiled(llm, rows) for rows in (1, 64, 256)]
+                result["profile"] = [profiled(llm, *case) for case in PROFILED]
+        if "start" in parts:
+            result |= cold_start(folder)
     return result
 
 
@@ -120,51 +152,104 @@ def first_token(llm: LLM) -> float:
     return percentile(times[1:], 50) * 1000
 
 
+class StepLog:
+    """Stands in front of an executor and writes down each step: what was in it, and how long the device took."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._plans: deque[Any] = deque()
+        self.steps: list[tuple[int, int, float]] = []
+        """(rows, tokens, seconds on the device)"""
+        self.waited = 0.0
+        """Seconds that the host had nothing to do but wait."""
+
+    def submit(self, plan: Any) -> None:
+        self._executor.submit(plan)
+        self._plans.append((len(plan.slots), plan.num_tokens))
+
+    def collect(self) -> Any:
+        start = time.perf_counter()
+        result = self._executor.collect()
+        self.waited += time.perf_counter() - start
+        self.steps.append((*self._plans.popleft(), result.step_seconds))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def summary(self, elapsed: float) -> dict[str, Any]:
+        decodes = [s for s in self.steps if s[0] == s[1]]
+        prompts = [s for s in self.steps if s[0] != s[1]]
+        device = sum(s[2] for s in self.steps)
+        by_rows: dict[int, list[float]] = {}
+        for rows, _, seconds in decodes:
+            by_rows.setdefault(1 << rows.bit_length() - 1, []).append(seconds)
+        return {
+            "prompt_steps": len(prompts),
+            "prompt_step_s": sum(s[2] for s in prompts),
+            "decode_steps": len(decodes),
+            "decode_step_s": sum(s[2] for s in decodes),
+            "no_step_s": elapsed - device,
+            "host_waited_s": self.waited,
+            "decode_ms_by_rows": {str(rows): round(1000 * sum(t) / len(t), 3) for rows, t in sorted(by_rows.items())},
+        }
+
+
 def offline(llm: LLM, count: int) -> dict[str, Any]:
     llm.reset_prefix_cache()
     requests = random_requests(count, Span(100, 1024), Span(100, 1024))
     params = [SamplingParams(temperature=0.6, max_tokens=r.output_len, ignore_eos=True, detokenize=False) for r in requests]
+    core: Any = llm._client.core  # type: ignore[union-attr]
+    log = core.executor = StepLog(core.executor)
     start = time.perf_counter()
     outputs = llm.generate(prompts_of(requests), params, use_tqdm=False)
-    return throughput(outputs, time.perf_counter() - start)
+    elapsed = time.perf_counter() - start
+    core.executor = log._executor
+    return {**throughput(outputs, elapsed), **log.summary(elapsed)}
 
 
-def profiled(llm: LLM, rows: int, steps: int = 24) -> dict[str, Any]:
-    """Where the device's time goes while `rows` requests decode: kernels by time, and the share of the time nothing runs."""
+def profiled(llm: LLM, rows: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Where the device's time goes in the middle of a run: kernels by time, and the share of the time in which nothing runs."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    requests = random_requests(rows, Span(700, 700), Span(steps, steps), seed=7)
+    requests = random_requests(rows, Span(prompt, prompt), Span(steps, steps), seed=7)
     params = SamplingParams(temperature=0.6, max_tokens=steps, ignore_eos=True, detokenize=False)
     llm.reset_prefix_cache()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         llm.generate(prompts_of(requests), params, use_tqdm=False)
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in recorded.events() if e.device_type == DeviceType.CUDA)
-    # The last steps only: by then every prompt is computed. A draw ends each step.
+    # A draw ends each step. The first and the last steps, in which requests come and go, are left out.
     ends = [end for _, end, name in spans if name == "_draw_kernel"]
-    begin, finish = ends[len(ends) // 2], ends[-1]
+    if steps > 1:
+        ends = ends[max(2, len(ends) - steps + 2) : len(ends) * 3 // 4]
+        begin, finish, count = ends[0], ends[-1], len(ends) - 1
+    else:
+        begin, finish, count = spans[0][0], ends[0], 1
     spans = [s for s in spans if begin <= s[0] and s[1] <= finish]
-    busy, reached = 0.0, begin
+    busy, reached, between = 0.0, begin, 0.0
     totals: dict[str, list[float]] = {}
     for start, end, name in spans:
         busy += max(0.0, end - max(start, reached))
+        between += max(0.0, start - reached) if name.startswith(("_write_diffs", "Memcpy")) else 0.0
         reached = max(reached, end)
         total = totals.setdefault(name[:60], [0.0, 0])
         total[0] += end - start
         total[1] += 1
-    count = len(ends) - len(ends) // 2 - 1
     kernels = sorted(((t / count, n / count, name) for name, (t, n) in totals.items()), reverse=True)[:14]
     return {
         "rows": rows,
+        "prompt": prompt,
         "step_us": (finish - begin) / count,
         "idle_share": 1.0 - busy / (finish - begin),
+        "between_steps_share": between / (finish - begin),
         "kernels": [{"us": round(t, 1), "launches": round(n, 1), "name": name} for t, n, name in kernels],
     }
 
 
 def show(shape: str, result: dict[str, Any]) -> None:
     rows = [
-        ("process-internal start, s", "load_s", "start_s"),
+        ("start to first token, s", "start_s", ""),
         ("batch 1, ms a token", "tpot_1_ms", ""),
         ("batch 32, ms a token", "tpot_32_ms", ""),
     ]
@@ -178,10 +263,20 @@ def show(shape: str, result: dict[str, Any]) -> None:
         cells = [f"{value:>10.3f}", f"{floor:>9.2f}{value / floor:>9.2f}" if floor else " " * 18]
         print(f"{label:<28}{''.join(cells)}{f'{peer:>9.2f}{value / peer:>9.2f}' if peer else ''}")
     for run in result.get("runs", []):
-        print(f"  {run['elapsed_time']:.2f} s = {run['output_tokens_per_second']:.0f} output tokens/s")
+        print(
+            f"  {run['elapsed_time']:.2f} s = {run['output_tokens_per_second']:.0f} output tokens/s: {run['prompt_steps']} steps with prompts "
+            f"{run['prompt_step_s']:.2f} s, {run['decode_steps']} decode steps {run['decode_step_s']:.2f} s, no step on the device "
+            f"{run['no_step_s']:.2f} s; the host waited {run['host_waited_s']:.2f} s"
+        )
+        print("  decode step by rows (from n on), ms:", run["decode_ms_by_rows"])
+    if "cached_phases_s" in result:
+        print("  start with compiled kernels:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["cached_phases_s"].items()))
     print("  start:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["phases_s"].items()))
     for one in result.get("profile", []):
-        print(f"  step of {one['rows']}: {one['step_us']:.0f} us, idle {one['idle_share']:.1%}")
+        print(
+            f"  step of {one['rows']} after {one['prompt']}: {one['step_us']:.0f} us, idle {one['idle_share']:.1%}, "
+            f"of which between steps {one['between_steps_share']:.1%}"
+        )
         for kernel in one["kernels"]:
             print(f"    {kernel['us']:>9.1f} us {kernel['launches']:>6.1f}x {kernel['name']}")
 
@@ -189,7 +284,7 @@ def show(shape: str, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="GPU throughput and latency with random weights.")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
-    parser.add_argument("--parts", nargs="+", choices=("latency", "first", "throughput"), default=["latency", "first", "throughput"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
     parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_throughput.json")

@@ -121,6 +121,7 @@ class DecodeGraphs:
         self._inputs = DecodeInputs.allocate(largest, tables.blocks.shape[1], self._device)
         self._out = torch.zeros(largest, dtype=torch.int32, device=self._device)
         self._replays: dict[int, Callable[[], None]] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -143,6 +144,7 @@ class DecodeGraphs:
                     step()
                 finally:
                     graph.capture_end()
+                self._graphs.append(graph)
                 self._replays[rows] = graph.replay
         stream.synchronize()
 
@@ -171,6 +173,15 @@ class DecodeGraphs:
             self._draw(self._model.compact_logits(hidden), draws, self._state.numbers, self._out[:rows], tables.tokens)
 
         return step
+
+    def close(self) -> None:
+        """Free the graphs, after the last of them has run."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+        self._replays = {}
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs = []
 
     def fitting(self, plan: StepPlan) -> int | None:
         """The number of rows of the graph that can run `plan`, if one can: only decodes, and nothing special in the sampler."""

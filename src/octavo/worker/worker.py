@@ -70,8 +70,8 @@ class Worker:
         with self._phase("cache"):
             self._attention: AttentionBackend = make_attention(config, layers, size.num_blocks, self._device)
         with self._phase("graphs"):
-            graphs = self._capture(self._attention)
-        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, graphs)
+            self._graphs = self._capture(self._attention)
+        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -107,7 +107,10 @@ class Worker:
     def shutdown(self) -> None:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._launched.clear()
-        for name in ("_runner", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
+        graphs: DecodeGraphs | None = getattr(self, "_graphs", None)
+        if graphs is not None:
+            graphs.close()
+        for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
@@ -156,8 +159,10 @@ class Worker:
         for rows in (most, 1):
             kept.append(self._capture(attention, [rows]))
             free.append(torch.cuda.mem_get_info(self._device)[0])
-        if kept[0] is None:
-            return GraphMemory(0, 0)
+        for graphs in kept:
+            if graphs is None:
+                return GraphMemory(0, 0)
+            graphs.close()
         from octavo.worker.graphs import graph_sizes
 
         return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * (len(graph_sizes(most)) - 1))

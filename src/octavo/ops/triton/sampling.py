@@ -23,7 +23,7 @@ from octavo.ops.triton.split_softmax import arrived_last
 _GROUP = 256
 """`sampling.random.GROUP`: part of what a seed means."""
 _GROUPS_AT_ONCE = 8
-_MOST_SPLITS = 32
+_MOST_SPLITS = 64
 _SEARCH_TILE = 4096
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits of a float32 that are the same for every number of the dtype."""
@@ -55,7 +55,8 @@ def _ordered(x, SHIFT: tl.constexpr):
 def _load_scaled(base, index, VOCAB: tl.constexpr, temperature):
     """(logits, logits / temperature) in float32; -inf past the end."""
     raw = tl.load(base + index, mask=index < VOCAB, other=-float("inf")).to(tl.float32)
-    return raw, tl.math.div_rn(raw, temperature)
+    # A product costs a tenth of an exact quotient, and differs by a rounding at most.
+    return raw, raw * (1.0 / temperature)
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def _filter_kernel(
         index = t + tl.arange(0, TILE)
         best = tl.maximum(best, tl.load(base + index, mask=index < VOCAB, other=-float("inf")).to(tl.float32))
     most = tl.max(best, 0)
-    top = tl.math.div_rn(most, temperature)
+    top = most * (1.0 / temperature)
     floor = top + tl.load(numbers + 3)
 
     key_of_most = _ordered(most, SHIFT).to(tl.int64)
@@ -207,14 +208,15 @@ def _draw_kernel(
         floor = tl.load(cuts_ptr + row * 2 + 1)
     member = tl.arange(0, GROUP)
 
-    best = tl.full([], -float("inf"), tl.float64)
-    best_group = tl.full([], 0, tl.int32)
-    bad = tl.full([], 0, tl.int32)
-    for g in range(split * SHARE, (split + 1) * SHARE, AT_ONCE):
+    # One best a lane of groups: thread blocks meet only once, after the loop.
+    best = tl.full([AT_ONCE], -float("inf"), tl.float64)
+    best_group = tl.full([AT_ONCE], 0x7FFFFFFF, tl.int32)
+    bad = tl.full([AT_ONCE], 0, tl.int32)
+    for g in range(split * SHARE, tl.minimum((split + 1) * SHARE, (VOCAB + GROUP - 1) // GROUP), AT_ONCE):
         group = g + tl.arange(0, AT_ONCE)
         raw, scaled = _load_scaled(base, group[:, None] * GROUP + member[None, :], VOCAB, temperature)
         usable = raw < float("inf")  # false for NaN too
-        bad = tl.maximum(bad, tl.max(tl.max((~usable).to(tl.int32), 1), 0))
+        bad = tl.maximum(bad, tl.max((~usable).to(tl.int32), 1))
         if FILTERS:
             usable = usable & (raw >= cut) & (scaled >= floor)
         scaled = tl.where(usable, scaled, -float("inf"))
@@ -225,20 +227,21 @@ def _draw_kernel(
             mass = tl.sum(tl.exp(scaled - shift[:, None]), 1)
             noise = _gumbel(key_lo, key_hi, group.to(tl.uint32))
             score = tl.where(highest == -float("inf"), score, score + tl.log(tl.maximum(mass, 1e-30).to(tl.float64)) + noise)
-        tile_best = tl.max(score, 0)
-        if tile_best > best:
-            best = tile_best
-            best_group = g + tl.argmax(score, 0).to(tl.int32)
+        better = score > best
+        best = tl.where(better, score, best)
+        best_group = tl.where(better, group, best_group)
     place = row * SPLITS + split
+    chosen = tl.max(best, 0)
     # A bad entry anywhere spoils the row: +inf wins every comparison and says so.
-    tl.store(scores_ptr + place, tl.where(bad > 0, float("inf"), best))
-    tl.store(groups_ptr + place, best_group)
+    tl.store(scores_ptr + place, tl.where(tl.max(bad, 0) > 0, float("inf"), chosen))
+    tl.store(groups_ptr + place, tl.min(tl.where(best == chosen, best_group, 0x7FFFFFFF), 0))
     if arrived_last(counters_ptr + row, SPLITS):
         s = tl.arange(0, SPLITS)
         scores = tl.load(scores_ptr + row * SPLITS + s, cache_modifier=".cg")
         groups = tl.load(groups_ptr + row * SPLITS + s, cache_modifier=".cg")
         chosen = tl.max(scores, 0)
-        group = tl.sum(tl.where(s == tl.argmax(scores, 0), groups, 0), 0)
+        group = tl.min(tl.where(scores == chosen, groups, 0x7FFFFFFF), 0)
+        group = tl.where(group == 0x7FFFFFFF, 0, group)
         raw, scaled = _load_scaled(base, group * GROUP + member, VOCAB, temperature)
         usable = raw < float("inf")
         if FILTERS:
@@ -269,7 +272,7 @@ def draw_tokens(
         return
     groups = triton.cdiv(vocab, _GROUP)
     # Enough thread blocks to fill the GPU, but none without groups.
-    splits = min(_MOST_SPLITS, max(4, triton.next_power_of_2(512 // count)), triton.next_power_of_2(triton.cdiv(groups, _GROUPS_AT_ONCE)))
+    splits = min(_MOST_SPLITS, max(4, triton.next_power_of_2(4096 // count)), triton.next_power_of_2(triton.cdiv(groups, _GROUPS_AT_ONCE)))
     share = triton.cdiv(triton.cdiv(groups, splits), _GROUPS_AT_ONCE) * _GROUPS_AT_ONCE
     device = logits.device
     scores = torch.empty(count, splits, dtype=torch.float64, device=device)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.triton.launch import overlap_supported
 from octavo.ops.triton.split_softmax import arrived_last
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 _MIN_DOT_ROWS = 16
 
 
