@@ -8,8 +8,7 @@ trap 'rm -rf "$work"' EXIT
 cp -r src setup.py pyproject.toml README.md LICENSE tests "$work"
 cd "$work"
 rm -f src/octavo/ops/cpu/_native*.so
-flags="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-# -O1 comes after setup.py's own -O3 and wins.
+flags="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 CXXFLAGS="$flags" CFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" "$python" setup.py -q build_ext --inplace
 ls src/octavo/ops/cpu/_native*.so
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \

@@ -6,13 +6,15 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from octavo.config.device import native_kernels_path
 from octavo.ops.packed import PanelKind, PanelWeight
 from octavo.ops.registry import Activation
+
+S = TypeVar("S", bound=ctypes.Structure)
 
 ABI: Final = 1
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
@@ -168,6 +170,6 @@ def describe_linear(weight: PanelWeight, bias: torch.Tensor | None = None) -> Li
     return Linear(segments, pointer(bias), len(weight.segments), weight.out_features, weight.in_features, 0)
 
 
-def array_of(kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.Structure]:
+def array_of(kind: type[S], items: Sequence[S]) -> ctypes.Array[S]:
     """Structures side by side in memory."""
     return (kind * len(items))(*items)
