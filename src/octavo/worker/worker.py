@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections import deque
@@ -114,6 +115,7 @@ class Worker:
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
+            gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
