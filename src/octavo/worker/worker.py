@@ -78,6 +78,10 @@ class Worker:
                 settle(self._runner.launch(plan), config.model.dtype)
             self._state.leave(all_slots(config))
         self._report = self._make_report(size, budget)
+        if self._device.type == "cuda":
+            # What is there now stays: the collector need not look at it again while steps run.
+            gc.collect()
+            gc.freeze()
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -115,6 +119,7 @@ class Worker:
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
+            gc.unfreeze()
             gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
 
