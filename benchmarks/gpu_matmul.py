@@ -1,7 +1,7 @@
 """Matrix products of few rows on one GPU: this project's kernel and cuBLAS against the time to read the weights once.
 
     python benchmarks/gpu_matmul.py            the shipped tunings
-    python benchmarks/gpu_matmul.py --tune     the best of a grid, for each shape
+    python benchmarks/gpu_matmul.py --tune     the best of a grid, for each shape (--write-table: kept)
 
 Shapes of Llama-3.1-8B and Qwen3-0.6B. Weights are rotated past the L2 cache inside one CUDA graph. Prints a table and writes
 benchmarks/results/gpu_matmul.json.
@@ -10,6 +10,7 @@ benchmarks/results/gpu_matmul.json.
 from __future__ import annotations
 
 import argparse
+import bisect
 import functools
 import itertools
 import json
@@ -23,7 +24,9 @@ import triton
 from torch.nn import functional as F
 
 from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
-from octavo.ops.triton.skinny_matmul import MAX_ROWS, SkinnyTuning, SkinnyWorkspace, skinny_matmul, skinny_tuning
+from octavo.ops.triton import skinny_table
+from octavo.ops.triton.skinny_matmul import MAX_ROWS, Form, SkinnyTuning, SkinnyWorkspace, skinny_matmul
+from octavo.ops.triton.skinny_table import ROW_CLASSES, choices
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -37,31 +40,56 @@ SHAPES = {
     "0.6B gate_up": (6144, 1024),
     "0.6B down": (1024, 3072),
 }
+FORMS: tuple[Form, ...] = ("rows_first", "weights_first")
 SHARED_BYTES = 225_000
-ROWS = (1, 16, 32, 64, 128)
 DEVICE = torch.device("cuda")
-GRID = tuple(
-    SkinnyTuning(columns, inner, split, warps, stages)
+DOTS = tuple(
+    SkinnyTuning(columns, inner, split, warps, stages, form)
     for (columns, inner, warps, stages), split in itertools.product(
-        ((32, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 8, 3)), (1, 2, 4)
+        ((32, 128, 4, 4), (32, 256, 4, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)), (1, 2, 4)
     )
+    for form in FORMS
+    if form == "rows_first" or columns >= 64
 )
+VECTORS = tuple(
+    SkinnyTuning(*sizes, form="vector") for sizes in ((16, 256, 1, 4, 3), (8, 512, 1, 4, 3), (8, 256, 1, 4, 4), (4, 1024, 1, 4, 3))
+)
+PREFERENCE = 1.03
+"""A kernel of ours may measure this much slower than cuBLAS: in a step it also overlaps with its neighbours."""
 
 
 def candidates(rows: int, columns: int, inner: int, tune: bool) -> list[SkinnyTuning]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    shipped = skinny_tuning(columns, inner, sms)
+    shipped = choices(columns, inner, sms)[bisect.bisect_left(ROW_CLASSES, rows)]
     if not tune:
-        return [shipped]
+        return [] if shipped is None else [shipped]
     padded = max(16, triton.next_power_of_2(rows))
-    found = []
-    for tuning in GRID:
+    found = list(VECTORS) if rows == 1 else []
+    for tuning in DOTS:
         strips = -(-columns // tuning.columns)
         # Too few thread blocks leave SMs idle, too many parts cost more than they balance, and the tiles must fit.
         fits = (padded + tuning.columns) * tuning.inner * 2 * tuning.stages <= SHARED_BYTES
-        if fits and strips * tuning.split >= sms // 2 and (tuning.split == 1 or strips * tuning.split <= 8 * sms):
+        whole = inner % (tuning.inner * tuning.split) == 0
+        if fits and whole and strips * tuning.split >= sms // 2 and (tuning.split == 1 or strips * tuning.split <= 5 * sms):
             found.append(tuning)
     return found
+
+
+def write_table(best: dict[tuple[int, int], dict[int, SkinnyTuning | None]]) -> None:
+    """Put what was measured into the package's table."""
+    path = Path(skinny_table.__file__)
+    head, marker, _ = path.read_text().partition("    # (out_features, in_features): one choice a row class\n")
+    lines = [
+        f"    {shape}: ({', '.join('None' if by_rows[n] is None else _literal(by_rows[n]) for n in ROW_CLASSES)}),\n"
+        for shape, by_rows in best.items()
+    ]
+    path.write_text(head + marker + "".join(lines) + "}\n")
+
+
+def _literal(tuning: SkinnyTuning | None) -> str:
+    assert tuning is not None
+    form = "" if tuning.form == "rows_first" else f', "{tuning.form}"'
+    return f"SkinnyTuning({tuning.columns}, {tuning.inner}, {tuning.split}, {tuning.warps}, {tuning.stages}{form})"
 
 
 def workspace_for(columns: int) -> SkinnyWorkspace:
@@ -77,7 +105,8 @@ def compile_one(rows: int, columns: int, inner: int, tuning: SkinnyTuning) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time a grid of tunings")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--write-table", action="store_true", help="with --tune: keep the best in the package's table")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROW_CLASSES))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_matmul.json"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -87,12 +116,13 @@ def main() -> None:
     jobs: dict[str, tuple[int, int, int, SkinnyTuning]] = {}
     for (columns, inner), rows in itertools.product(SHAPES.values(), args.rows):
         for tuning in candidates(rows, columns, inner, args.tune):
-            padded = max(16, triton.next_power_of_2(rows))
+            padded = rows if tuning.form == "vector" else max(16, triton.next_power_of_2(rows))
             even = inner % (tuning.inner * tuning.split) == 0
             jobs.setdefault(f"{padded} {even} {tuning}", (padded, columns, inner, tuning))
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         pool.starmap(compile_one, jobs.values(), chunksize=1)
     results: list[dict[str, object]] = []
+    best_of: dict[tuple[int, int], dict[int, SkinnyTuning | None]] = {}
     for name, (columns, inner) in SHAPES.items():
         size = columns * inner * 2
         copies = max(2, min(32, int(3e8 / size) + 1))
@@ -109,7 +139,10 @@ def main() -> None:
                 assert float((out.double() - expected).norm() / expected.norm()) < 6e-3, (name, rows, tuning)
                 calls = [functools.partial(skinny_matmul, x, w, None, workspace, tuning) for w in weights]
                 timed.append((graph_us(calls), tuning))
+            if not timed:
+                continue
             us, best = min(timed, key=lambda pair: pair[0])
+            best_of.setdefault((columns, inner), {})[rows] = best if us <= PREFERENCE * cublas else None
             results.append(
                 {
                     "shape": name,
@@ -121,6 +154,8 @@ def main() -> None:
                 }
             )
             print(f"{name:12} M={rows:2} {us:7.2f} us, cuBLAS {cublas:7.2f}, floor {floor:7.2f} {list(vars(best).values())}")
+    if args.write_table:
+        write_table(best_of)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     args.out.write_text(json.dumps({**versions, "results": results}, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections import deque
@@ -78,6 +79,10 @@ class Worker:
                 settle(self._runner.launch(plan), config.model.dtype)
             self._state.leave(all_slots(config))
         self._report = self._make_report(size, budget)
+        if self._device.type == "cuda":
+            # What is there now stays: the collector need not look at it again while steps run.
+            gc.collect()
+            gc.freeze()
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -115,6 +120,8 @@ class Worker:
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
+            gc.unfreeze()
+            gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager

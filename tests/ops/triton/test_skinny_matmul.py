@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul, skinny_tuning
+from octavo.ops.packed import DenseWeight
+from octavo.ops.triton.linear import TritonLinear
+from octavo.ops.triton.skinny_matmul import Form, SkinnyTuning, SkinnyWorkspace, skinny_matmul
+from octavo.ops.triton.skinny_table import MEASURED, ROW_CLASSES, choices
 
 from .paged import relative_error
 
@@ -25,22 +28,48 @@ def test_matches_float64(rows: int, columns: int, inner: int, split: int, biased
     assert not workspace.counters.any()
 
 
+@pytest.mark.parametrize(
+    ("form", "rows", "columns", "inner"), [("weights_first", 5, 70, 200), ("vector", 1, 70, 200), ("vector", 1, 64, 256)]
+)
+def test_other_forms(form: Form, rows: int, columns: int, inner: int, device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    x, weight = torch.randn(rows, inner, device=device).to(dtype), torch.randn(columns, inner, device=device).to(dtype)
+    bias = torch.randn(columns, device=device).to(dtype)
+    split = 1 if form == "vector" else 2
+    workspace = SkinnyWorkspace.allocate(2 * 16 * 128, 8, device)
+    out = skinny_matmul(x, weight, bias, workspace, SkinnyTuning(32, 64, split, 4, 3, form))
+    assert relative_error(out, x.double() @ weight.double().T + bias.double()) < 5e-3
+
+
+def test_linear_takes_any_number_of_rows(device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    layer, weight = TritonLinear(), torch.randn(40, 96, device=device).to(dtype)
+    packed = layer.pack(weight)
+    for rows in (1, 17, 70):
+        x = torch.randn(rows, 96, device=device).to(dtype)
+        assert relative_error(layer.linear(x, packed, None), x.double() @ weight.double().T) < 5e-3
+    wide = torch.randn(3, 96, device=device)
+    assert torch.equal(layer.linear(wide, DenseWeight.plain(weight.float()), None), wide @ weight.float().T)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("columns", "inner"), [(6144, 4096), (4096, 14336), (1024, 3072), (28672, 4096)])
-def test_shipped_tunings_on_the_gpu(columns: int, inner: int, device: torch.device) -> None:
-    weight = torch.randn(columns, inner, device=device).bfloat16()
-    x = torch.randn(64, inner, device=device).bfloat16()
-    workspace = SkinnyWorkspace.allocate(16 * 64 * columns, 4096, device)
-    results = {}
-    for rows in (1, 16, 64):
-        results[rows] = skinny_matmul(x[:rows], weight, None, workspace, skinny_tuning(columns, inner, 132))
-        assert relative_error(results[rows], x[:rows].double() @ weight.double().T) < 5e-3
-    assert torch.equal(results[1], results[16][:1]), "a row's bits do not depend on its batch mates"
+def test_measured_choices_on_the_gpu(columns: int, inner: int, device: torch.device) -> None:
+    layer, weight = TritonLinear(), torch.randn(columns, inner, device=device).bfloat16()
+    packed = layer.pack(weight)
+    for rows in (1, 7, 16, 30, 64):
+        x = torch.randn(rows, inner, device=device).bfloat16()
+        assert relative_error(layer.linear(x, packed, None), x.double() @ weight.double().T) < 5e-3
 
 
 def test_every_part_has_work() -> None:
-    for columns in (64, 1024, 4096, 6144, 28672, 128256):
-        for inner in (256, 1024, 4096, 14336):
-            tuning = skinny_tuning(columns, inner, 132)
+    shapes = [(c, i) for c in (64, 1024, 4096, 6144, 28672, 128256) for i in (256, 1024, 4096, 14336)]
+    for columns, inner in [*shapes, *MEASURED]:
+        chosen = choices(columns, inner, 132)
+        assert len(chosen) == len(ROW_CLASSES)
+        for rows, tuning in zip(ROW_CLASSES, chosen, strict=True):
+            if tuning is None:
+                continue
             share = -(-inner // (tuning.split * tuning.inner)) * tuning.inner
             assert share * (tuning.split - 1) < inner
+            assert tuning.form != "vector" or (rows == 1 and tuning.split == 1)

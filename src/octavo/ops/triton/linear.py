@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 
 import torch
@@ -9,7 +10,10 @@ import triton
 from torch.nn import functional as F
 
 from octavo.ops.packed import DenseWeight, LinearWeight
-from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, faster_up_to, skinny_matmul, skinny_tuning
+from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul
+from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -25,26 +29,26 @@ class TritonLinear:
 
     def __init__(self) -> None:
         self._workspace: SkinnyWorkspace | None = None
-        self._tunings: dict[tuple[int, int], tuple[SkinnyTuning, int]] = {}
-        """By (out_features, in_features): the tuning, and up to how many rows it is used."""
+        self._choices: dict[tuple[int, int], Choices] = {}
+        """By (out_features, in_features)."""
 
     def pack(self, weight: torch.Tensor) -> LinearWeight:
         """See `ops.registry.PackLinear`."""
         shape = (weight.shape[0], weight.shape[1])
-        if shape not in self._tunings and weight.dtype in (torch.bfloat16, torch.float16):
-            sms = _sm_count(weight.device)
-            tuning, rows = skinny_tuning(*shape, sms), faster_up_to(*shape, sms)
-            self._tunings[shape] = tuning, rows
-            if tuning.split > 1:
-                self._reserve(tuning, rows, shape[0], weight.device)
+        if shape not in self._choices and weight.dtype in _HALF:
+            self._choices[shape] = choices(*shape, _sm_count(weight.device))
+            for rows, tuning in zip(ROW_CLASSES, self._choices[shape], strict=True):
+                if tuning is not None and tuning.split > 1:
+                    self._reserve(tuning, rows, shape[0], weight.device)
         return DenseWeight.plain(weight)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ops.registry.Linear`."""
-        known = self._tunings.get((weight.out_features, weight.in_features))
-        if known is None or not 0 < x.shape[0] <= known[1] or x.dtype != weight.data.dtype:
+        known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
+        if known is None or not 0 < rows <= ROW_CLASSES[-1] or x.dtype not in _HALF or x.dtype != weight.data.dtype:
             return F.linear(x, weight.data, bias)
-        return skinny_matmul(x, weight.data, bias, self._workspace, known[0])
+        tuning = known[bisect.bisect_left(ROW_CLASSES, rows)]
+        return F.linear(x, weight.data, bias) if tuning is None else skinny_matmul(x, weight.data, bias, self._workspace, tuning)
 
     def _reserve(self, tuning: SkinnyTuning, rows: int, columns: int, device: torch.device) -> None:
         strips = triton.cdiv(columns, tuning.columns)

@@ -180,6 +180,8 @@ def _draw_kernel(
     table_ptr,
     scores_ptr,
     groups_ptr,
+    highest_ptr,
+    mass_ptr,
     counters_ptr,
     logits_stride,
     numbers_stride,
@@ -189,6 +191,7 @@ def _draw_kernel(
     AT_ONCE: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARE: tl.constexpr,
+    SHARE_PAD: tl.constexpr,
     FILTERS: tl.constexpr,
     TABLE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -208,10 +211,8 @@ def _draw_kernel(
         floor = tl.load(cuts_ptr + row * 2 + 1)
     member = tl.arange(0, GROUP)
 
-    # One best a lane of groups: thread blocks meet only once, after the loop.
-    best = tl.full([AT_ONCE], -float("inf"), tl.float64)
-    best_group = tl.full([AT_ONCE], 0x7FFFFFFF, tl.int32)
     bad = tl.full([AT_ONCE], 0, tl.int32)
+    mine = row.to(tl.int64) * SPLITS * SHARE
     for g in range(split * SHARE, tl.minimum((split + 1) * SHARE, (VOCAB + GROUP - 1) // GROUP), AT_ONCE):
         group = g + tl.arange(0, AT_ONCE)
         raw, scaled = _load_scaled(base, group[:, None] * GROUP + member[None, :], VOCAB, temperature)
@@ -221,36 +222,42 @@ def _draw_kernel(
             usable = usable & (raw >= cut) & (scaled >= floor)
         scaled = tl.where(usable, scaled, -float("inf"))
         highest = tl.max(scaled, 1)
-        score = highest.to(tl.float64)
+        tl.store(highest_ptr + mine + group, highest)
         if random:
             shift = tl.where(highest == -float("inf"), 0.0, highest)
-            mass = tl.sum(tl.exp(scaled - shift[:, None]), 1)
-            noise = _gumbel(key_lo, key_hi, group.to(tl.uint32))
-            score = tl.where(highest == -float("inf"), score, score + tl.log(tl.maximum(mass, 1e-30).to(tl.float64)) + noise)
-        better = score > best
-        best = tl.where(better, score, best)
-        best_group = tl.where(better, group, best_group)
+            tl.store(mass_ptr + mine + group, tl.sum(tl.exp(scaled - shift[:, None]), 1))
+    # Scores of all groups side by side: in the loop every lane of a warp would compute the same double-precision logarithms.
+    tl.debug_barrier()
+    s = tl.arange(0, SHARE_PAD)
+    group = split * SHARE + s
+    there = (s < SHARE) & (group < (VOCAB + GROUP - 1) // GROUP)
+    highest = tl.load(highest_ptr + mine + group, mask=there, other=-float("inf"))
+    score = highest.to(tl.float64)
+    if random:
+        mass = tl.load(mass_ptr + mine + group, mask=there, other=1.0)
+        noise = _gumbel(key_lo, key_hi, group.to(tl.uint32))
+        score = tl.where(highest == -float("inf"), score, score + tl.log(tl.maximum(mass, 1e-30).to(tl.float64)) + noise)
     place = row * SPLITS + split
-    chosen = tl.max(best, 0)
+    chosen = tl.max(score, 0)
     # A bad entry anywhere spoils the row: +inf wins every comparison and says so.
     tl.store(scores_ptr + place, tl.where(tl.max(bad, 0) > 0, float("inf"), chosen))
-    tl.store(groups_ptr + place, tl.min(tl.where(best == chosen, best_group, 0x7FFFFFFF), 0))
+    tl.store(groups_ptr + place, tl.min(tl.where(there & (score == chosen), group, 0x7FFFFFFF), 0))
     if arrived_last(counters_ptr + row, SPLITS):
-        s = tl.arange(0, SPLITS)
-        scores = tl.load(scores_ptr + row * SPLITS + s, cache_modifier=".cg")
-        groups = tl.load(groups_ptr + row * SPLITS + s, cache_modifier=".cg")
-        chosen = tl.max(scores, 0)
-        group = tl.min(tl.where(scores == chosen, groups, 0x7FFFFFFF), 0)
-        group = tl.where(group == 0x7FFFFFFF, 0, group)
-        raw, scaled = _load_scaled(base, group * GROUP + member, VOCAB, temperature)
+        part = tl.arange(0, SPLITS)
+        scores = tl.load(scores_ptr + row * SPLITS + part, cache_modifier=".cg")
+        groups = tl.load(groups_ptr + row * SPLITS + part, cache_modifier=".cg")
+        best = tl.max(scores, 0)
+        winner = tl.min(tl.where(scores == best, groups, 0x7FFFFFFF), 0)
+        winner = tl.where(winner == 0x7FFFFFFF, 0, winner)
+        raw, scaled = _load_scaled(base, winner * GROUP + member, VOCAB, temperature)
         usable = raw < float("inf")
         if FILTERS:
             usable = usable & (raw >= cut) & (scaled >= floor)
-        score = tl.where(usable, scaled, -float("inf")).to(tl.float64)
+        member_score = tl.where(usable, scaled, -float("inf")).to(tl.float64)
         if random:
-            score += _gumbel(key_lo, key_hi, member.to(tl.uint32) + 0x80000000)
-        valid = (chosen > -float("inf")) & (chosen < float("inf"))
-        token = group * GROUP + tl.argmax(score, 0).to(tl.int32)
+            member_score += _gumbel(key_lo, key_hi, member.to(tl.uint32) + 0x80000000)
+        valid = (best > -float("inf")) & (best < float("inf"))
+        token = winner * GROUP + tl.argmax(member_score, 0).to(tl.int32)
         tl.store(out_ptr + row, tl.where(valid, token, -1))
         if TABLE:
             position = tl.load(positions_ptr + row) + AHEAD
@@ -277,6 +284,7 @@ def draw_tokens(
     device = logits.device
     scores = torch.empty(count, splits, dtype=torch.float64, device=device)
     best_groups = torch.empty(count, splits, dtype=torch.int32, device=device)
+    highest, mass = torch.empty(2, count, splits * share, dtype=torch.float32, device=device)
     counters = torch.zeros(count, dtype=torch.int32, device=device)
     cuts = torch.empty(count, 2, dtype=torch.float32, device=device) if filters else numbers
     if filters:
@@ -307,6 +315,8 @@ def draw_tokens(
         out if token_table is None else token_table,
         scores,
         best_groups,
+        highest,
+        mass,
         counters,
         logits.stride(0),
         numbers.stride(0),
@@ -316,6 +326,7 @@ def draw_tokens(
         AT_ONCE=_GROUPS_AT_ONCE,
         SPLITS=splits,
         SHARE=share,
+        SHARE_PAD=triton.next_power_of_2(share),
         FILTERS=filters,
         TABLE=token_table is not None,
         AHEAD=rows.ahead,

@@ -2,7 +2,7 @@
 
 Every thread block takes a strip of output columns, and where there are too few strips to fill the GPU, a range of the inner
 dimension (split-K). The parts of a strip are added up by the last to arrive, in a fixed order: deterministic, in one launch.
-The bits of a row do not depend on the other rows, nor on how many there are up to 16 (one tensor-core shape).
+With one tuning the bits of a row depend neither on the other rows, nor on how many there are up to 16 (one tensor-core shape).
 """
 
 # Kernels are traced, not run: their arguments have no Python types.
@@ -10,6 +10,7 @@ The bits of a row do not depend on the other rows, nor on how many there are up 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -19,8 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.triton.launch import overlap_supported
 from octavo.ops.triton.split_softmax import arrived_last
 
-MAX_ROWS = 128
+MAX_ROWS = 64
 _MIN_DOT_ROWS = 16
+
+Form = Literal["rows_first", "weights_first", "vector"]
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,8 @@ class SkinnyTuning:
     """Parts of the inner dimension."""
     warps: int
     stages: int
-
-
-def skinny_tuning(columns: int, inner: int, sm_count: int) -> SkinnyTuning:
-    """A shape's tuning, measured on one H200 (benchmarks/gpu_matmul.py)."""
-    if columns >= 128 * sm_count:
-        return SkinnyTuning(columns=128, inner=128, split=1, warps=8, stages=3)
-    # Two thread blocks an SM keep enough of a long inner dimension in flight; short ones have no time for a second.
-    strip, step, blocks = (64, 128, 2 * sm_count) if inner >= 4096 else (32, 256, sm_count)
-    split = 1
-    while split < 8 and -(-columns // strip) * split * 2 <= blocks and inner >= 4 * split * step:
-        split *= 2
-    return SkinnyTuning(columns=strip, inner=step, split=split, warps=4, stages=4)
-
-
-def faster_up_to(columns: int, inner: int, sm_count: int) -> int:
-    """Up to how many rows this beats cuBLAS with its tuning, measured on one H200 (benchmarks/gpu_matmul.py)."""
-    return 64 if columns >= 256 * sm_count else 16
+    form: Form = "rows_first"
+    """Which operand of the tensor cores has the rows of its tile; or, for one row, no tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +80,7 @@ def _skinny_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -107,7 +96,10 @@ def _skinny_kernel(
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
     in_rows = (m < rows)[:, None]
     in_columns = (n < columns)[:, None]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if WEIGHTS_FIRST:
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k0 in tl.range(lo, hi, INNER, num_stages=STAGES):
         k = k0 + tl.arange(0, INNER)[None, :]
         if EVEN:
@@ -116,7 +108,12 @@ def _skinny_kernel(
         else:
             w = tl.load(w_rows + k, mask=in_columns & (k < hi), other=0.0)
             x = tl.load(x_rows + k, mask=in_rows & (k < hi), other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc)
+        if WEIGHTS_FIRST:
+            acc = tl.dot(w, tl.trans(x), acc)
+        else:
+            acc = tl.dot(x, tl.trans(w), acc)
+    if WEIGHTS_FIRST:
+        acc = tl.trans(acc)
     out = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     stored = in_rows & (n < columns)[None, :]
     if SPLIT > 1:
@@ -135,13 +132,52 @@ def _skinny_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
+@triton.jit(do_not_specialize=["columns"])
+def _vector_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    out_ptr,
+    columns,
+    inner,
+    w_stride,
+    EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row: products and sums in float32, without the detour of a tile of 16 rows."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
+    in_columns = n < columns
+    acc = tl.zeros([COLUMNS, INNER], tl.float32)
+    for k0 in tl.range(0, inner, INNER, num_stages=STAGES):
+        k = k0 + tl.arange(0, INNER)
+        if EVEN:
+            w = tl.load(w_rows + k[None, :])
+            x = tl.load(x_ptr + k)
+        else:
+            w = tl.load(w_rows + k[None, :], mask=in_columns[:, None] & (k < inner)[None, :], other=0.0)
+            x = tl.load(x_ptr + k, mask=k < inner, other=0.0)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    total = tl.sum(acc, 1)
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=in_columns, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=in_columns)
+
+
 def skinny_matmul(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, workspace: SkinnyWorkspace | None, tuning: SkinnyTuning
 ) -> torch.Tensor:
     """x @ weight.T + bias, float32 sums.
 
     Args:
-        x: [rows, in_features], rows <= MAX_ROWS.
+        x: [rows, in_features], rows <= MAX_ROWS; one row for the form "vector".
         weight: [out_features, in_features], bf16 or fp16, as x.
         bias: [out_features]
         workspace: needed where the tuning splits.
@@ -152,9 +188,28 @@ def skinny_matmul(
     rows, inner = x.shape
     columns = weight.shape[0]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    overlap = overlap_supported(x.device)
+    if tuning.form == "vector":
+        _vector_kernel[(triton.cdiv(columns, tuning.columns),)](
+            x,
+            weight,
+            x if bias is None else bias,
+            out,
+            columns,
+            inner,
+            weight.stride(0),
+            EVEN=columns % tuning.columns == 0 and inner % tuning.inner == 0,
+            COLUMNS=tuning.columns,
+            INNER=tuning.inner,
+            STAGES=tuning.stages,
+            BIAS=bias is not None,
+            OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
+            num_warps=tuning.warps,
+        )
+        return out
     share = triton.cdiv(inner, tuning.split * tuning.inner) * tuning.inner
     padded = max(_MIN_DOT_ROWS, triton.next_power_of_2(rows))
-    overlap = overlap_supported(x.device)
     _skinny_kernel[(triton.cdiv(columns, tuning.columns), tuning.split)](
         x,
         weight,
@@ -176,6 +231,7 @@ def skinny_matmul(
         SPLIT=tuning.split,
         STAGES=tuning.stages,
         BIAS=bias is not None,
+        WEIGHTS_FIRST=tuning.form == "weights_first",
         OVERLAP=overlap,
         **({"launch_pdl": True} if overlap else {}),
         num_warps=tuning.warps,
