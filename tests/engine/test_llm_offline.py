@@ -72,6 +72,8 @@ def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
     assert caught.value.param == "sampling_params"
     with pytest.raises(InvalidRequest, match="priority"):
         llm.generate(["hi", "hi"], priority=[1])
+    with pytest.raises(InvalidRequest, match="priority must be a list"):
+        llm.generate(["hi"], priority=5)  # type: ignore[arg-type]
     assert len(llm.generate(["hi", "hi"], priority=[1, 0])) == 2
 
 

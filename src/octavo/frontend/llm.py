@@ -96,6 +96,8 @@ class LLM:
         """
         items = split_prompts(prompts)
         params = self._one_each(sampling_params, len(items))
+        if priority is not None and not isinstance(priority, Sequence):
+            raise InvalidRequest(f"priority must be a list with one integer a prompt, got {type(priority).__name__}.", param="priority")
         if priority is not None and len(priority) != len(items):
             raise InvalidRequest(f"priority has {len(priority)} entries for {len(items)} prompts.", param="priority")
         with self._lock:

@@ -20,6 +20,14 @@ GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy decoding."""
 MIN_TEMPERATURE = 1e-2
 """Smaller (non-greedy) temperatures are raised to this: dividing by less overflows half precision."""
+MAX_REPETITION_PENALTY = 1e30
+"""Penalties are moved into [1 / this, this]: logits divided or multiplied by more overflow single precision."""
+MAX_TOP_K = 2**31 - 1
+"""Larger ones mean the same, and the sampler uses 64 bits."""
+MAX_N = 16384
+"""Most sequences of one prompt: each costs memory before anything can refuse it."""
+MAX_LENGTH_PENALTY = 20.0
+"""length**penalty is a finite number for every length with exponents up to this."""
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -54,15 +62,27 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", param=name)
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(number := float(value)):
+            return number
+    except OverflowError:
+        raise InvalidRequest(f"{name} must be a finite number, got an integer of {value.bit_length()} bits.", param=name) from None
+    raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", param=name)
 
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}.", param=name)
     return value
+
+
+def _strings(name: str, value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise InvalidRequest(f"{name} must be a list of strings, got {type(value).__name__}.", param=name)
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{name} must hold non-empty strings, got {text!r}.", param=name)
+    return list(value)
 
 
 def _token_ids(name: str, value: Any) -> list[int]:
@@ -123,6 +143,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        self.top_k = min(self.top_k, MAX_TOP_K)
+        self.repetition_penalty = min(max(self.repetition_penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
 
     def _coerce(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
@@ -142,8 +164,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             self.seed = None
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        elif self.stop is not None:
-            self.stop = list(self.stop)
+        if self.stop is not None:
+            self.stop = _strings("stop", self.stop)
+        if self.bad_words is not None:
+            self.bad_words = _strings("bad_words", self.bad_words)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, _token_ids(name, value))
@@ -162,7 +186,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             if not ok:
                 raise InvalidRequest(f"{param} {rule}, got {getattr(self, param)!r}.", param=param)
 
-        require(self.n >= 1, "n", "must be at least 1")
+        require(1 <= self.n <= MAX_N, "n", f"must be at least 1 and at most {MAX_N}")
         require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
         require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
         require(self.repetition_penalty > 0.0, "repetition_penalty", "must be greater than 0")
@@ -181,14 +205,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         require(self.prompt_logprobs is None or self.prompt_logprobs >= -1, "prompt_logprobs", "must be non-negative, or -1 for all")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in a signed 64-bit integer")
         require(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "must be at least 1")
-        for s in self.stop or ():
-            if not isinstance(s, str) or not s:
-                raise InvalidRequest(f"stop must hold non-empty strings, got {s!r}.", param="stop")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True.", param="stop")
-        for w in self.bad_words or ():
-            if not isinstance(w, str) or not w:
-                raise InvalidRequest(f"bad_words must hold non-empty strings, got {w!r}.", param="bad_words")
         require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
 
     @property
@@ -215,10 +233,15 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if self.beam_width < 1:
-            raise InvalidRequest(f"beam_width must be at least 1, got {self.beam_width}.", param="beam_width")
-        if self.max_tokens < 1:
+        if not 1 <= _integer("beam_width", self.beam_width) <= MAX_N:
+            raise InvalidRequest(f"beam_width must be at least 1 and at most {MAX_N}, got {self.beam_width}.", param="beam_width")
+        if _integer("max_tokens", self.max_tokens) < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
+        if _number("temperature", self.temperature) < 0.0:
+            raise InvalidRequest(f"temperature must be non-negative, got {self.temperature}.", param="temperature")
+        if abs(_number("length_penalty", self.length_penalty)) > MAX_LENGTH_PENALTY:
+            allowed = f"[-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+            raise InvalidRequest(f"length_penalty must be in {allowed}, got {self.length_penalty}.", param="length_penalty")
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):

@@ -72,7 +72,7 @@ def test_an_empty_prompt_is_refused(door: InputProcessor, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 3, 3.5, {"text": "hi"}, {"prompt": 3}, {"prompt_token_ids": 3}, ["a"], [1.5], [True], [[1]], {1, 2}]
+    "prompt", [None, 3, 3.5, {"text": "hi"}, {"prompt": 3}, {"prompt_token_ids": 3}, ["a"], [1.5], [True], [[1]], {1, 2}, b"hi"]
 )
 def test_what_is_no_prompt_is_refused(door: InputProcessor, prompt: Any) -> None:
     assert refused(door, prompt).param == "prompt"
@@ -102,6 +102,9 @@ def test_split_prompts() -> None:
     assert split_prompts([[1, 2], [3]]) == [[1, 2], [3]]
     assert split_prompts({"prompt": "a"}) == [{"prompt": "a"}]
     assert split_prompts([]) == []
+    assert split_prompts(np.array([1, 2])) == [[1, 2]]
+    assert split_prompts(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert [parse_prompt(p).token_ids for p in split_prompts([np.array([1, 2]), np.array([3])])] == [[1, 2], [3]]
     with pytest.raises(InvalidRequest):
         split_prompts(3)  # type: ignore[arg-type]
 
@@ -196,6 +199,21 @@ def test_a_bad_truncation_side_is_refused(door: InputProcessor) -> None:
 )
 def test_parameters_are_checked_against_the_model(door: InputProcessor, params: dict[str, Any], param: str) -> None:
     assert refused(door, params=SamplingParams(**params)).param == param
+
+
+def test_parameters_that_leave_no_token_are_refused(door: InputProcessor, tokenizer: Tokenizer) -> None:
+    (stop,) = tokenizer.encode("!", add_special_tokens=False)
+    eos = tiny_config().model.eos_token_ids[0]
+    other = 7
+    for params, param in (
+        ({"allowed_token_ids": [stop], "bad_words": ["!"]}, "bad_words"),
+        ({"allowed_token_ids": [stop], "stop_token_ids": [stop], "min_tokens": 2}, "min_tokens"),
+        ({"allowed_token_ids": [eos], "min_tokens": 2}, "min_tokens"),
+    ):
+        assert refused(door, params=SamplingParams(**params)).param == param
+        door.prepare("hi", SamplingParams(**{**params, "allowed_token_ids": [*params["allowed_token_ids"], other]}), "r")
+    door.prepare("hi", SamplingParams(allowed_token_ids=[eos], min_tokens=2, ignore_eos=True), "r")
+    door.prepare("hi", SamplingParams(allowed_token_ids=[eos]), "r")
 
 
 def test_no_limit_on_logprobs(tokenizer: Tokenizer) -> None:
