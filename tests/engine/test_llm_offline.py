@@ -187,7 +187,16 @@ def test_chat_can_go_on_with_the_last_message(llm: LLM) -> None:
     assert output.prompt.endswith("assistant\nWell")
 
 
-@pytest.mark.parametrize("messages", [[], "hi", None, 3])
+@pytest.mark.parametrize("setting", [{"chat_template": 5}, {"chat_template_kwargs": [1]}, {"tools": "x"}, {"tools": {"a": 1}}])
+def test_chat_settings_of_other_types_are_refused_by_name(llm: LLM, setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat([{"role": "user", "content": "hi"}], **setting)
+    assert caught.value.param == next(iter(setting))
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "hi", None, 3, [3], [[3]], [[]], [{"role": "user", "content": "hi"}, 3], [{"role": "user", "content": "hi"}, "x"]]
+)
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.chat(messages)
