@@ -22,7 +22,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, NotYet
 from octavo.frontend.prompts import ParsedPrompt, Prompt, parse_prompt
 from octavo.protocol.engine import NewRequest
-from octavo.protocol.params import RequestOutputKind, SamplingParams
+from octavo.protocol.params import NOT_YET, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.checkpoint.types import Checkpoint
@@ -143,6 +143,10 @@ class InputProcessor:
             ) from None
         if sampling.structured_outputs is not None:
             raise NotYet("structured_outputs: Octavo does not constrain outputs to a grammar or schema yet. Leave it out.")
+        for name in NOT_YET:
+            if getattr(sampling, name):
+                raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.")
+        sampling.bad_words_token_ids = None
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling, name)
             self._check_logprobs(name, value)

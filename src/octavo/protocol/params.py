@@ -91,6 +91,11 @@ def _token_ids(name: str, value: Any) -> list[int]:
     return [_integer(name, v) for v in value]
 
 
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+NOT_YET = ("flat_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "thinking_token_budget", "repetition_detection")
+"""Fields that are here for their names only."""
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     """How to turn logits into tokens, and when to stop.
 
@@ -131,6 +136,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
 
+    # Known by name, not there yet: the door refuses any value but the default.
+    flat_logprobs: bool = False
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+
     # Filled in by the frontend, never by a user.
     bad_words_token_ids: list[list[int]] | None = None
 
@@ -154,6 +166,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         for name in ("max_tokens", "seed", "stream_interval"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, _integer(name, value))
+        for name in _SWITCHES:
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if isinstance(value, bool):

@@ -201,6 +201,17 @@ def test_parameters_are_checked_against_the_model(door: InputProcessor, params: 
     assert refused(door, params=SamplingParams(**params)).param == param
 
 
+@pytest.mark.parametrize("name", ["flat_logprobs", "prompt_logprob_token_ids", "thinking_token_budget", "repetition_detection"])
+def test_parameters_known_by_name_only_are_not_yet(door: InputProcessor, name: str) -> None:
+    with pytest.raises(NotYet, match=name):
+        door.prepare("hi", SamplingParams(**{name: True if name == "flat_logprobs" else [3]}), "r")
+    door.prepare("hi", SamplingParams(**{name: False if name == "flat_logprobs" else None}), "r")
+
+
+def test_token_ids_of_bad_words_are_the_doors_own(door: InputProcessor) -> None:
+    assert door.prepare("hi", SamplingParams(bad_words_token_ids=[[5]]), "r").request.sampling.bad_words_token_ids is None
+
+
 def test_parameters_that_leave_no_token_are_refused(door: InputProcessor, tokenizer: Tokenizer) -> None:
     (stop,) = tokenizer.encode("!", add_special_tokens=False)
     eos = tiny_config().model.eos_token_ids[0]

@@ -60,6 +60,9 @@ HUGE = 10**400
         ("logprobs", -2),
         ("logprobs", 1.5),
         ("stream_interval", 0),
+        ("detokenize", "no"),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", None),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
