@@ -147,6 +147,7 @@ class InputProcessor:
             if getattr(sampling, name):
                 raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.")
         sampling.bad_words_token_ids = None
+        sampling.extra_args = None  # nothing behind the door reads them, and they may hold what no message can
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling, name)
             self._check_logprobs(name, value)

@@ -22,8 +22,8 @@ MIN_TEMPERATURE = 1e-2
 """Smaller (non-greedy) temperatures are raised to this: dividing by less overflows half precision."""
 MAX_REPETITION_PENALTY = 1e30
 """Penalties are moved into [1 / this, this]: logits divided or multiplied by more overflow single precision."""
-MAX_TOP_K = 2**31 - 1
-"""Larger ones mean the same, and the sampler uses 64 bits."""
+MAX_INT32 = 2**31 - 1
+"""A larger top_k or stream_interval means the same, and messages and samplers hold 64 bits at most."""
 MAX_N = 16384
 """Most sequences of one prompt: each costs memory before anything can refuse it."""
 MAX_LENGTH_PENALTY = 20.0
@@ -155,7 +155,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
-        self.top_k = min(self.top_k, MAX_TOP_K)
+        self.top_k = min(self.top_k, MAX_INT32)
+        if self.stream_interval is not None:
+            self.stream_interval = min(self.stream_interval, MAX_INT32)
         self.repetition_penalty = min(max(self.repetition_penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
 
     def _coerce(self) -> None:
@@ -169,6 +171,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         for name in _SWITCHES:
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
+        if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
+            raise InvalidRequest(
+                f"skip_reading_prefix_cache must be true or false, got {self.skip_reading_prefix_cache!r}.",
+                param="skip_reading_prefix_cache",
+            )
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InvalidRequest(f"extra_args must be a dict, got {type(self.extra_args).__name__}.", param="extra_args")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if isinstance(value, bool):

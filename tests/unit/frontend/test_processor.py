@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -206,6 +207,12 @@ def test_parameters_known_by_name_only_are_not_yet(door: InputProcessor, name: s
     with pytest.raises(NotYet, match=name):
         door.prepare("hi", SamplingParams(**{name: True if name == "flat_logprobs" else [3]}), "r")
     door.prepare("hi", SamplingParams(**{name: False if name == "flat_logprobs" else None}), "r")
+
+
+def test_the_engine_can_read_whatever_extra_arguments_hold(door: InputProcessor) -> None:
+    params = SamplingParams(extra_args={"a": object(), "b": 10**40})
+    msgspec.msgpack.encode(door.prepare("hi", params, "r").request)
+    assert params.extra_args is not None
 
 
 def test_token_ids_of_bad_words_are_the_doors_own(door: InputProcessor) -> None:

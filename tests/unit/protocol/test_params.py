@@ -62,6 +62,8 @@ HUGE = 10**400
         ("stream_interval", 0),
         ("detokenize", "no"),
         ("ignore_eos", 1),
+        ("skip_reading_prefix_cache", "x"),
+        ("extra_args", 5),
         ("skip_special_tokens", None),
     ],
 )
@@ -90,6 +92,7 @@ def test_what_is_too_extreme_to_compute_with_is_moved() -> None:
     assert SamplingParams(repetition_penalty=1e-300).repetition_penalty == pytest.approx(1e-30)
     assert SamplingParams(repetition_penalty=1e300).repetition_penalty == 1e30
     assert SamplingParams(top_k=10**40).top_k == 2**31 - 1
+    assert SamplingParams(stream_interval=10**40).stream_interval == 2**31 - 1
     assert SamplingParams(logit_bias={5: 1e9, 6: -1e9}).logit_bias == {5: 100.0, 6: -100.0}
     assert SamplingParams(seed=-1).seed is None
 
