@@ -226,6 +226,12 @@ def test_prefix_cache_can_be_reset(llm: LLM) -> None:
     assert llm.generate(prompt)[0].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("model", [5, None, ["a"], b"a"])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model must be"):
+        LLM(model)
+
+
 def test_an_unknown_setting_is_named_with_its_neighbour() -> None:
     with pytest.raises(ConfigError, match=r"max_model_length.*Did you mean max_model_len\?"):
         LLM("nowhere", max_model_length=3)
