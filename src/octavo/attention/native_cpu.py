@@ -59,9 +59,7 @@ class NativeCpuAttention:
                 f"--kv-cache-dtype {str(dtype).removeprefix('torch.')} does not go with the native CPU kernels. Use float16 or float32."
             )
         # Never written means never touched: the system hands out these pages only when a block is first used.
-        self._keys = [
-            torch.empty(num_blocks, s.num_kv_heads, s.head_dim, _padded(block_size), dtype=dtype, device=device) for s in layers
-        ]
+        self._keys = [torch.empty(num_blocks, s.num_kv_heads, s.head_dim, _padded(block_size), dtype=dtype, device=device) for s in layers]
         self._values = [
             torch.empty(num_blocks, s.num_kv_heads, block_size, _padded(s.head_dim), dtype=dtype, device=device) for s in layers
         ]

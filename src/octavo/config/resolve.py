@@ -203,7 +203,9 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings:
     usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch"
     if usable and not device.native_kernels:
         if args.cpu_kernels == "native":
-            raise ConfigError("--cpu-kernels native: they were not built. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch.")
+            raise ConfigError(
+                "--cpu-kernels native: they were not built. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch."
+            )
         if device.native_kernels is False:
             warnings.append(
                 "The compiled CPU kernels are missing (was there no C++ compiler when Octavo was installed?): "

@@ -12,7 +12,9 @@ from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
 from octavo.ops.registry import Ops
 
 
-def build_decoder(spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, int8_activations: bool = True) -> Model:
+def build_decoder(
+    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, int8_activations: bool = True
+) -> Model:
     """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
 
     Args:

@@ -20,7 +20,9 @@ def levels() -> list[str]:
     return found
 
 
-@pytest.fixture(params=levels() or [pytest.param(None, marks=pytest.mark.skip(reason="the compiled kernels were not built"))], scope="module")
+@pytest.fixture(
+    params=levels() or [pytest.param(None, marks=pytest.mark.skip(reason="the compiled kernels were not built"))], scope="module"
+)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Forces the kernels of one level."""
     library = abi.loaded()

@@ -42,7 +42,9 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     bias=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_float_activations(engine: abi.Engine, encodings: list[str], tokens: int, rows: list[int], groups: int, bias: bool, seed: int) -> None:
+def test_float_activations(
+    engine: abi.Engine, encodings: list[str], tokens: int, rows: list[int], groups: int, bias: bool, seed: int
+) -> None:
     parts = [random_rows(e, r, 32 * groups, seed + i) for i, (e, r) in enumerate(zip(encodings, rows, strict=False))]
     weight, x = packed(*parts), randn(tokens, 32 * groups, seed=seed)
     b = randn(weight.out_features, seed=seed + 9) if bias else None
@@ -107,9 +109,7 @@ def test_output_may_be_a_slice_of_a_wider_buffer(engine: abi.Engine, rows: int) 
     buffer = torch.full((7, rows + 11), 3.0)
     described = abi.describe_linear(weight)
     target = buffer[:, 6 : 6 + rows]
-    abi.loaded().octavo_linear(
-        engine.handle, ctypes.byref(described), x.data_ptr(), 64, 7, target.data_ptr(), buffer.stride(0), 1
-    )
+    abi.loaded().octavo_linear(engine.handle, ctypes.byref(described), x.data_ptr(), 64, 7, target.data_ptr(), buffer.stride(0), 1)
     assert torch.equal(target, panels.linear(engine, x, weight, None, int8=True))
     assert (buffer[:, :6] == 3.0).all() and (buffer[:, 6 + rows :] == 3.0).all()
 
