@@ -14,6 +14,7 @@ import torch
 from octavo.attention.base import LayerSpec
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops
@@ -21,7 +22,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.memory import Budget, CacheSize, activation_bound, cpu_budget, cuda_budget, size_cache
+from octavo.worker.memory import Budget, CacheSize, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, worst_step
@@ -68,7 +69,7 @@ class Worker:
             size = size_cache(config, budget, bytes_per_block)
             self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
         with self._phase("cache"):
-            self._runner = self._make_runner(layers, size.num_blocks)
+            self._runner = self._make_serving_runner(layers, size, budget)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -119,6 +120,16 @@ class Worker:
     def _make_runner(self, layers: tuple[LayerSpec, ...], num_blocks: int) -> Runner:
         attention = self._attention_class()(layers, num_blocks, self._config.cache.block_size, self._cache_dtype, self._device)
         return Runner(self._model, attention, self._tables, self._state, self._sampler)
+
+    def _make_serving_runner(self, layers: tuple[LayerSpec, ...], size: CacheSize, budget: Budget) -> Runner:
+        """The runner with the whole cache. A size that was asked for may be more than the system gives."""
+        try:
+            return self._make_runner(layers, size.num_blocks)
+        except (RuntimeError, MemoryError) as e:
+            # On a CPU torch has no class of its own for this, only words.
+            if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):
+                raise
+            raise ConfigError(cannot_allocate(self._config, budget, size, self._shape.bytes_per_block)) from None
 
     def _attention_class(self) -> type[TorchPagedAttention | NativeCpuAttention]:
         if self._config.device.native_kernels:
