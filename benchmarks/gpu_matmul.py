@@ -31,18 +31,19 @@ SHAPES = {
     "8B gate_up": (28672, 4096),
     "8B down": (4096, 14336),
     "8B lm_head": (128256, 4096),
+    "0.6B lm_head": (151936, 1024),
     "0.6B qkv": (4096, 1024),
     "0.6B o": (1024, 2048),
     "0.6B gate_up": (6144, 1024),
     "0.6B down": (1024, 3072),
 }
 SHARED_BYTES = 225_000
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 16, 32, 64, 128)
 DEVICE = torch.device("cuda")
 GRID = tuple(
     SkinnyTuning(columns, inner, split, warps, stages)
     for (columns, inner, warps, stages), split in itertools.product(
-        ((32, 256, 4, 4), (16, 512, 4, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5)), (1, 2, 4)
+        ((32, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 8, 3)), (1, 2, 4)
     )
 )
 

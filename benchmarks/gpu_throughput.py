@@ -1,17 +1,22 @@
 """GPU: the common offline workload and small-batch latency with random weights, in-process. Needs no model file.
 
-256 prompts of 100-1024 random token ids, then 100-1024 output tokens each, temperature 0.6, nothing stops early. Written so that
-the same numbers can be taken from other engines.
+`random.seed(0)`; prompts of 100-1024 random token ids (all drawn first), then 100-1024 output tokens each, temperature 0.6, nothing
+stops early, token ids in, no text out. Then 128 tokens in and 256 out at batch 1 and 32, and the first token of an 8,192-token
+prompt. The table sets each number beside the floor (bytes at the card's read bandwidth, arithmetic at its matrix rate) and beside
+vLLM's on the same card.
 
-    make gpu-bench [ARGS="--shapes qwen3-0.6b llama-3.1-8b"]
+    make gpu-bench [ARGS="--shapes qwen3-0.6b llama-3.1-8b --profile"]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
@@ -59,58 +64,235 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 REQUESTS = {"qwen3-0.6b": 256, "llama-3.1-8b": 512}
+MAX_MODEL_LEN = 8448
+PARTS = ("latency", "first", "throughput", "start")
+
+FLOORS = {
+    "qwen3-0.6b": {"seconds": 3.8},
+    "llama-3.1-8b": {"seconds": 18.5, "tpot_1_ms": 3.3, "tpot_32_ms": 3.4, "first_8k_ms": 186.0},
+}
+"""One H200: bytes at 4.55 TB/s, arithmetic at 790 TFLOP/s."""
+VLLM = {
+    "qwen3-0.6b": {"seconds": 5.70, "start_s": 83.0},
+    "llama-3.1-8b": {"seconds": 25.4, "tpot_1_ms": 4.94, "tpot_32_ms": 5.56, "ttft_32_ms": 98.0, "first_8k_ms": 210.0, "start_s": 76.0},
+}
+"""vLLM 0.26.0 on the same card, same workload, its defaults; start is process start to ready with a warm page cache."""
+
+PROFILED = ((1, 300, 40), (32, 300, 40), (256, 700, 60), (1, 8192, 1))
+"""(requests, prompt tokens, output tokens)"""
+
+FIRST_TOKEN = """
+import json, sys
+from octavo import LLM, SamplingParams
+llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=int(sys.argv[2]))
+llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+print(json.dumps({p.name: round(p.seconds, 2) for p in llm.ready_report.phases}), flush=True)
+"""
 
 
-def measure(shape: str, settings: dict[str, Any]) -> dict[str, Any]:
+def cold_start(folder: str) -> dict[str, Any]:
+    """Seconds from the start of a new process to its first token, kernels compiled before; twice, the better counts."""
+    runs = []
+    for _ in range(2):
+        start = time.perf_counter()
+        process = subprocess.Popen([sys.executable, "-c", FIRST_TOKEN, folder, str(MAX_MODEL_LEN)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - start
+        process.communicate()
+        runs.append((seconds, json.loads(line)))
+    seconds, phases = min(runs, key=lambda run: run[0])
+    return {"start_s": seconds, "cached_phases_s": phases}
+
+
+def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
         start = time.perf_counter()
-        with LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, **settings) as llm:
-            result: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 2)}
-            for batch in (1, 32):
-                result[f"batch_{batch}"] = latency(llm, batch)
-            for _ in range(2):  # the second run counts: the first one meets every shape for the first time
-                result["throughput"] = offline(llm, REQUESTS[shape])
+        options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, **settings}
+        with LLM(folder, **options) as llm:
+            ready = llm.ready_report
+            result: dict[str, Any] = {"load_s": time.perf_counter() - start, "phases_s": {p.name: p.seconds for p in ready.phases}}
+            if "latency" in parts:
+                for batch in (1, 32):
+                    first, gap = latency(llm, batch)
+                    result |= {f"ttft_{batch}_ms": first, f"tpot_{batch}_ms": gap}
+            if "first" in parts:
+                result["first_8k_ms"] = first_token(llm)
+            if "throughput" in parts:
+                result["runs"] = [offline(llm, REQUESTS[shape]) for _ in range(2)]
+                result["seconds"] = min(run["elapsed_time"] for run in result["runs"])
+            if profile:
+                result["profile"] = [profiled(llm, *case) for case in PROFILED]
+        if "start" in parts:
+            result |= cold_start(folder)
     return result
 
 
-def latency(llm: LLM, batch: int) -> dict[str, float]:
-    """128 tokens in, 256 out: median ms to the first token and between tokens, over three batches after one."""
+def latency(llm: LLM, batch: int) -> tuple[float, float]:
+    """(ms to the first token of the slowest request, ms between tokens): medians over three batches after one."""
     ttft, gaps = [], []
     for i in range(4):
         requests = random_requests(batch, Span(128, 128), Span(256, 256), seed=i)
         params = SamplingParams(temperature=0.6, max_tokens=256, ignore_eos=True, detokenize=False)
-        for output in llm.generate(prompts_of(requests), params, use_tqdm=False):
-            if i:
-                first, gap = token_times(output)
-                ttft.append(first)
-                gaps.append(gap)
-    return {"ttft_ms": round(percentile(ttft, 50) * 1000, 2), "tpot_ms": round(percentile(gaps, 50) * 1000, 3)}
+        times = [token_times(output) for output in llm.generate(prompts_of(requests), params, use_tqdm=False)]
+        if i:
+            ttft.append(max(first for first, _ in times))
+            gaps += [gap for _, gap in times]
+    return percentile(ttft, 50) * 1000, percentile(gaps, 50) * 1000
+
+
+def first_token(llm: LLM) -> float:
+    """Median ms to the first token of an 8,192-token prompt, of four after one."""
+    times = []
+    for i in range(5):
+        requests = random_requests(1, Span(8192, 8192), Span(1, 1), seed=100 + i)
+        params = SamplingParams(temperature=0.6, max_tokens=1, ignore_eos=True, detokenize=False)
+        times.append(token_times(llm.generate(prompts_of(requests), params, use_tqdm=False)[0])[0])
+    return percentile(times[1:], 50) * 1000
+
+
+class StepLog:
+    """Stands in front of an executor and writes down each step: what was in it, and how long the device took."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._plans: deque[Any] = deque()
+        self.steps: list[tuple[int, int, float]] = []
+        """(rows, tokens, seconds on the device)"""
+        self.waited = 0.0
+        """Seconds that the host had nothing to do but wait."""
+
+    def submit(self, plan: Any) -> None:
+        self._executor.submit(plan)
+        self._plans.append((len(plan.slots), plan.num_tokens))
+
+    def collect(self) -> Any:
+        start = time.perf_counter()
+        result = self._executor.collect()
+        self.waited += time.perf_counter() - start
+        self.steps.append((*self._plans.popleft(), result.step_seconds))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def summary(self, elapsed: float) -> dict[str, Any]:
+        decodes = [s for s in self.steps if s[0] == s[1]]
+        prompts = [s for s in self.steps if s[0] != s[1]]
+        device = sum(s[2] for s in self.steps)
+        by_rows: dict[int, list[float]] = {}
+        for rows, _, seconds in decodes:
+            by_rows.setdefault(1 << rows.bit_length() - 1, []).append(seconds)
+        return {
+            "prompt_steps": len(prompts),
+            "prompt_step_s": sum(s[2] for s in prompts),
+            "decode_steps": len(decodes),
+            "decode_step_s": sum(s[2] for s in decodes),
+            "no_step_s": elapsed - device,
+            "host_waited_s": self.waited,
+            "decode_ms_by_rows": {str(rows): round(1000 * sum(t) / len(t), 3) for rows, t in sorted(by_rows.items())},
+        }
 
 
 def offline(llm: LLM, count: int) -> dict[str, Any]:
     llm.reset_prefix_cache()
     requests = random_requests(count, Span(100, 1024), Span(100, 1024))
     params = [SamplingParams(temperature=0.6, max_tokens=r.output_len, ignore_eos=True, detokenize=False) for r in requests]
+    core: Any = llm._client.core  # type: ignore[union-attr]
+    log = core.executor = StepLog(core.executor)
     start = time.perf_counter()
     outputs = llm.generate(prompts_of(requests), params, use_tqdm=False)
-    return throughput(outputs, time.perf_counter() - start)
+    elapsed = time.perf_counter() - start
+    core.executor = log._executor
+    return {**throughput(outputs, elapsed), **log.summary(elapsed)}
+
+
+def profiled(llm: LLM, rows: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Where the device's time goes in the middle of a run: kernels by time, and the share of the time in which nothing runs."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    requests = random_requests(rows, Span(prompt, prompt), Span(steps, steps), seed=7)
+    params = SamplingParams(temperature=0.6, max_tokens=steps, ignore_eos=True, detokenize=False)
+    llm.reset_prefix_cache()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        llm.generate(prompts_of(requests), params, use_tqdm=False)
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in recorded.events() if e.device_type == DeviceType.CUDA)
+    # A draw ends each step. The first and the last steps, in which requests come and go, are left out.
+    ends = [end for _, end, name in spans if name == "_draw_kernel"]
+    if steps > 1:
+        ends = ends[max(2, len(ends) - steps + 2) : len(ends) * 3 // 4]
+        begin, finish, count = ends[0], ends[-1], len(ends) - 1
+    else:
+        begin, finish, count = spans[0][0], ends[0], 1
+    spans = [s for s in spans if begin <= s[0] and s[1] <= finish]
+    busy, reached, between = 0.0, begin, 0.0
+    totals: dict[str, list[float]] = {}
+    for start, end, name in spans:
+        busy += max(0.0, end - max(start, reached))
+        between += max(0.0, start - reached) if name.startswith(("_write_diffs", "Memcpy")) else 0.0
+        reached = max(reached, end)
+        total = totals.setdefault(name[:60], [0.0, 0])
+        total[0] += end - start
+        total[1] += 1
+    kernels = sorted(((t / count, n / count, name) for name, (t, n) in totals.items()), reverse=True)[:14]
+    return {
+        "rows": rows,
+        "prompt": prompt,
+        "step_us": (finish - begin) / count,
+        "idle_share": 1.0 - busy / (finish - begin),
+        "between_steps_share": between / (finish - begin),
+        "kernels": [{"us": round(t, 1), "launches": round(n, 1), "name": name} for t, n, name in kernels],
+    }
+
+
+def show(shape: str, result: dict[str, Any]) -> None:
+    rows = [
+        ("start to first token, s", "start_s", ""),
+        ("batch 1, ms a token", "tpot_1_ms", ""),
+        ("batch 32, ms a token", "tpot_32_ms", ""),
+    ]
+    rows += [("batch 1, first token ms", "ttft_1_ms", ""), ("batch 32, first tokens ms", "ttft_32_ms", "")]
+    rows += [("8k prompt, first token ms", "first_8k_ms", ""), (f"{REQUESTS[shape]} requests, s", "seconds", "")]
+    print(f"\n{shape:<28}{'measured':>10}{'floor':>9}{'x floor':>9}{'vLLM':>9}{'x vLLM':>9}")
+    for label, key, peer_key in rows:
+        if key not in result:
+            continue
+        value, floor, peer = result[key], FLOORS[shape].get(key), VLLM[shape].get(peer_key or key)
+        cells = [f"{value:>10.3f}", f"{floor:>9.2f}{value / floor:>9.2f}" if floor else " " * 18]
+        print(f"{label:<28}{''.join(cells)}{f'{peer:>9.2f}{value / peer:>9.2f}' if peer else ''}")
+    for run in result.get("runs", []):
+        print(
+            f"  {run['elapsed_time']:.2f} s = {run['output_tokens_per_second']:.0f} output tokens/s: {run['prompt_steps']} steps with prompts "
+            f"{run['prompt_step_s']:.2f} s, {run['decode_steps']} decode steps {run['decode_step_s']:.2f} s, no step on the device "
+            f"{run['no_step_s']:.2f} s; the host waited {run['host_waited_s']:.2f} s"
+        )
+        print("  decode step by rows (from n on), ms:", run["decode_ms_by_rows"])
+    if "cached_phases_s" in result:
+        print("  start with compiled kernels:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["cached_phases_s"].items()))
+    print("  start:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["phases_s"].items()))
+    for one in result.get("profile", []):
+        print(
+            f"  step of {one['rows']} after {one['prompt']}: {one['step_us']:.0f} us, idle {one['idle_share']:.1%}, "
+            f"of which between steps {one['between_steps_share']:.1%}"
+        )
+        for kernel in one["kernels"]:
+            print(f"    {kernel['us']:>9.1f} us {kernel['launches']:>6.1f}x {kernel['name']}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="GPU throughput and latency with random weights.")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["qwen3-0.6b"])
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
+    parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_throughput.json")
     options = parser.parse_args()
-    results = {shape: measure(shape, json.loads(options.settings)) for shape in options.shapes}
-    print(f"{'shape':<14}{'out tok/s':>11}{'batch 1 ms/token':>18}{'batch 32':>10}{'first token 1/32 ms':>22}{'start s':>9}")
-    for shape, r in results.items():
-        one, many = r["batch_1"], r["batch_32"]
-        print(
-            f"{shape:<14}{r['throughput']['output_tokens_per_second']:>11.0f}{one['tpot_ms']:>18.2f}{many['tpot_ms']:>10.2f}"
-            f"{one['ttft_ms']:>14.1f} /{many['ttft_ms']:>6.1f}{r['start_s']:>9.1f}"
-        )
+    results = {}
+    for shape in options.shapes:
+        results[shape] = measure(shape, json.loads(options.settings), options.parts, options.profile)
+        show(shape, results[shape])
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     write_json(options.output, {"bench": "gpu_throughput", "date": date, "results": results, "environment": environment()})
 

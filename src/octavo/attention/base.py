@@ -7,7 +7,7 @@ device from the slot tables) and returns an `Attend`, which writes this step's k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class StepBatch:
 
 
 class Attend(Protocol):
-    """Attention of one step, called by each layer of the model."""
+    """Attention of one step, called by each layer of the model. It may offer `layers.attention.FusedAttend` too."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k, v in the cache, then attend causally over each row's context.
@@ -81,3 +81,27 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks in every layer; all reads happen before any write."""
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be replayed as a CUDA graph: the plan is data, copied over that of the capture."""
+
+    def graph_plan_size(self, rows: int) -> int:
+        """How many int32 numbers a decode plan of up to `rows` rows takes."""
+
+    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
+        """Plan a decode step on the host.
+
+        Args:
+            context_lens: [at most rows] tokens that each row attends to, its own included.
+            out: [graph_plan_size(rows)], overwritten.
+        """
+
+    def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+        """The attention to capture.
+
+        Args:
+            plan: [graph_plan_size(rows)] int32 on the device: what replays find here, they do.
+            block_tables: [rows, max_blocks] int32. cache_slots: [rows] int64.
+        """

@@ -9,8 +9,10 @@ What a query gets is the same bits in any batch, and the same whether it is deco
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -80,7 +82,7 @@ class NativeCpuAttention:
             )
             for spec, keys, values in zip(layers, self._keys, self._values, strict=True)
         ]
-        self._caches = abi.array_of(abi.Cache, described)
+        self._caches: ctypes.Array[Any] = abi.array_of(abi.Cache, described)
         self._engine = functools.cache(lambda: abi.Engine(threads))
 
     @staticmethod

@@ -122,13 +122,13 @@ class Batch:
         self._left.append(slot)
 
     def take_left(self) -> Int32:
-        """Slots freed since the last call."""
+        """Slots freed since the last call, each once."""
         left, self._left = self._left, []
-        return np.array(left, np.int32)
+        return np.array(list(dict.fromkeys(left)), np.int32)
 
     def announce_again(self, slots: Int32) -> None:
         """The plan that carried `slots` never reached the workers."""
-        self._left = list(dict.fromkeys([*slots.tolist(), *self._left]))
+        self._left = [*slots.tolist(), *self._left]
 
     def occupant(self, slot: int) -> Request:
         """The request in `slot`.

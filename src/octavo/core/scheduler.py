@@ -24,6 +24,7 @@ from octavo.config.types import SchedulerConfig
 from octavo.core.batch import Batch, Slots
 from octavo.core.kv.block_pool import NULL_BLOCK, OutOfBlocks
 from octavo.core.kv.manager import KVManager, Match
+from octavo.core.kv.prefix_tree import common_tokens
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
@@ -37,6 +38,10 @@ CHUNK_FLOOR = 32
 PROMPT_STEP_FACTOR = 4.0
 """A step of prompts alone may last this many times the target: nobody's stream waits for it, but newcomers and aborts do."""
 MOST_EVICTIONS = 3
+UNDERWAY_BLOCKS = 2
+"""A request waits for blocks of its prefix that another one is computing if there are at least this many."""
+UNDERWAY_STEPS = 4
+"""And if they will be there within about this many steps: requests behind it wait as well."""
 
 
 @dataclass
@@ -271,6 +276,8 @@ class Scheduler:
             return False
         reserve, most = self._expected_blocks(request)
         match = self._find_match(request)
+        if not alone and self._underway(request, match, budget):
+            return False
         if reserve - len(match.blocks) > room - kv.num_idle(match):
             if not alone:
                 self._refused = request, room
@@ -332,16 +339,38 @@ class Scheduler:
             raise RuntimeError("the KV cache has no free block though nothing runs")
         return False
 
+    @staticmethod
+    def _reads_no_cache(request: Request) -> bool:
+        return bool(request.sampling.skip_reading_prefix_cache) or (request.wants_prompt_logprobs and not request.delivered)
+
     def _find_match(self, request: Request) -> Match:
         most = len(request.tokens) - 1
         source = self.life.fork_source(request)
         forked = self.kv.match_run(source, request.tokens, most) if source is not None else Match()
-        if request.sampling.skip_reading_prefix_cache or (request.wants_prompt_logprobs and not request.delivered):
+        if self._reads_no_cache(request):
             return forked if not request.wants_prompt_logprobs else Match()
         if forked.num_tokens >= most:
             return forked
         cached = self.kv.match_cached(request.tokens, request.extra_key, most)
         return cached if cached.num_tokens > forked.num_tokens else forked
+
+    def _underway(self, request: Request, match: Match, budget: PromptBudget) -> bool:
+        """Whether a running prompt is about to finish computing more of `request`'s prefix than is cached: waiting a step or a few
+        for it beats computing the same blocks twice. So a burst of requests behind one system prompt computes it once."""
+        if not self.kv.prefix_caching or self._reads_no_cache(request):
+            return False
+        batch, size = self.batch, self.kv.block_size
+        data = request.tokens.tobytes()
+        for slot in np.flatnonzero(batch.running & batch.fresh).tolist():
+            leader = batch.occupant(slot)
+            if leader.extra_key != request.extra_key or leader.tokens[:size] != request.tokens[:size] or self.kv.is_closed(slot):
+                continue
+            common = min(common_tokens(leader.tokens[: leader.num_prompt].tobytes(), data), len(request.tokens) - 1) // size * size
+            ahead = common - int(batch.scheduled[slot])
+            pending = batch.settled[slot] < common and ahead <= UNDERWAY_STEPS * budget.whole
+            if pending and common - match.num_tokens >= UNDERWAY_BLOCKS * size:
+                return True
+        return False
 
     def _expected_blocks(self, request: Request) -> tuple[int, int]:
         """(blocks the request will probably need, blocks it can need at most). The last token of a sequence needs no KV."""

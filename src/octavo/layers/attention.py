@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from octavo.layers.linear import Linear
+from octavo.layers.rope import Rotation
 from octavo.ops.program import AttendLayer
 from octavo.ops.registry import Ops
 
@@ -20,6 +22,21 @@ class QkNorm:
     k: torch.Tensor
     """[head_dim]"""
     eps: float
+
+
+@runtime_checkable
+class FusedAttend(Protocol):
+    """What a step's `Attend` may offer besides: everything between the qkv projection and the output projection."""
+
+    def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
+        """Norm and rotate q and k, store k and v in the cache, attend.
+
+        Args:
+            qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; may be overwritten.
+
+        Returns:
+            [tokens, heads * head_dim]
+        """
 
 
 class Attention:
@@ -42,17 +59,22 @@ class Attention:
         self.qk_norm = qk_norm
         self._ops = ops
 
-    def __call__(self, x: torch.Tensor, cos_sin: torch.Tensor, attend: AttendLayer) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AttendLayer) -> torch.Tensor:
         """
         Args:
             x: [tokens, hidden]
-            cos_sin: [tokens, rotary_dim] float32, of the tokens' positions.
+            rotation: of the tokens' positions.
+            attend: a `FusedAttend` is given the projection as it is.
 
         Returns:
             [tokens, hidden]
         """
         ops, heads, kv_heads = self._ops, self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        projected = self.qkv(x)
+        if isinstance(attend, FusedAttend):
+            return self.out(attend.attend_qkv(self.layer, projected, rotation, self.qk_norm))
+        cos_sin = rotation.cos_sin
+        qkv = projected.view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
         if self.qk_norm is None:
             qk = ops.rope(qkv[:, : heads + kv_heads], cos_sin)  # one launch for q and k: they lie side by side
             q, k = qk[:, :heads], qk[:, heads:]

@@ -7,6 +7,7 @@ longest sequence that will be served; up to the original context length of the m
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -142,3 +143,18 @@ def cos_sin_table(spec: RopeSpec, max_length: int, device: torch.device) -> torc
     frequencies, attention_factor = inverse_frequencies(spec, max_length)
     angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotations of a step's tokens. A fused kernel looks them up itself; for others `cos_sin` does it once."""
+
+    table: torch.Tensor
+    """[max_length, rotary_dim] float32 from `cos_sin_table`."""
+    positions: torch.Tensor
+    """[tokens] int64."""
+
+    @functools.cached_property
+    def cos_sin(self) -> torch.Tensor:
+        """[tokens, rotary_dim] float32: cosines, then sines."""
+        return self.table[self.positions]

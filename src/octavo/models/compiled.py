@@ -45,6 +45,10 @@ class CompiledDecoder:
         """See `Model.logits`."""
         return self._compiled.logits(hidden)
 
+    def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.compact_logits`: the kernels make float32 anyway."""
+        return self._compiled.logits(hidden)
+
 
 def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:
     """The decoder as data."""

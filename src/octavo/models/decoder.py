@@ -12,7 +12,7 @@ from octavo.attention.base import Attend, LayerSpec
 from octavo.layers.attention import Attention, QkNorm
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp
-from octavo.layers.rope import cos_sin_table
+from octavo.layers.rope import Rotation, cos_sin_table
 from octavo.models.spec import ModelSpec
 from octavo.ops.packed import LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
@@ -44,6 +44,9 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
+
+    def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab]: the same numbers in the narrowest dtype that holds them exactly."""
 
 
 @dataclass(frozen=True)
@@ -96,20 +99,28 @@ class Decoder:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """See `Model.forward`."""
         ops, spec = self._ops, self.spec
-        cos_sin = self._cos_sin[positions]
+        rotation = Rotation(self._cos_sin, positions)
         residual = ops.embedding(token_ids, self._embedding)
         if spec.embedding_scale != 1.0:
             residual = residual * spec.embedding_scale
         x = residual if self._first_norm is None else ops.rms_norm(residual, self._first_norm, spec.norm_eps)
         for layer in self._layers:
-            x, residual = self._join(layer.attention(x, cos_sin, attend), residual, layer.attention_post_norm, layer.mlp_norm)
+            x, residual = self._join(layer.attention(x, rotation, attend), residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
         return x
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        logits = self._head(hidden).float()
+        return self.compact_logits(hidden).float()
+
+    @torch.inference_mode()
+    def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.compact_logits`: as the head computes them, unless they are scaled or capped, which is done in float32."""
+        logits = self._head(hidden)
+        if self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None:
+            return logits
+        logits = logits.float()
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if (cap := self.spec.logit_soft_cap) is not None:

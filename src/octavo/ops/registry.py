@@ -6,6 +6,7 @@ of them. A layer is handed an `Ops` and calls through it, so that no model names
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -105,6 +106,45 @@ class Embedding(Protocol):
 
 
 @dataclass(frozen=True)
+class DrawRows:
+    """What the rows of a step want of the last stages of the sampler. All on the device, and all [rows] unless they say."""
+
+    slots: torch.Tensor
+    """int32: the row of `numbers`, and of the token table."""
+    positions: torch.Tensor
+    """int32: minus `ahead`, the position in its sequence that the token will take."""
+    modes: torch.Tensor
+    """int32 bits: 1 draws at random (else the likeliest token), 2 has filters."""
+    keys: torch.Tensor
+    """[rows, 2] int32: the two 32-bit words of `sampling.random.row_keys`."""
+    count: torch.Tensor
+    """[1] int32: rows from here on are padding."""
+    ahead: int = 0
+
+
+class Draw(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: DrawRows,
+        numbers: torch.Tensor,
+        out: torch.Tensor,
+        token_table: torch.Tensor | None = None,
+        *,
+        filters: bool = True,
+    ) -> None:
+        """Temperature, min-p, top-k, top-p, and the draw that `sampling.random.categorical` defines; or the likeliest token.
+
+        Args:
+            logits: [rows, vocab], any float dtype; only read.
+            numbers: [slots, >= 4] float32: temperature, top_k, top_p, log(min_p); 1, 0, 1 and -inf are off.
+            out: [rows] int32: the token, or -1 where a logit was NaN or +inf, or all were -inf.
+            token_table: [slots, length] int32: the token is also written to its place here (0 where there is none).
+            filters: False: no row has filters.
+        """
+
+
+@dataclass(frozen=True)
 class Ops:
     """One implementation of each operation."""
 
@@ -117,6 +157,8 @@ class Ops:
     embedding: Embedding
     decoder: DecoderKernels | None = None
     """Whole forward passes, where the device has them: then nothing else here is called for a float32 decoder."""
+    draw: Draw | None = None
+    """Of the sampler, not of layers. None: the sampler does it in plain torch."""
 
 
 def load_ops(device_kind: str) -> Ops:
@@ -142,5 +184,9 @@ def load_ops(device_kind: str) -> Ops:
 
         return replace(load_ops("cpu"), decoder=cpu.decoder_kernels())
     if device_kind == "cuda":
-        return reference.OPS
+        if importlib.util.find_spec("triton") is None:
+            return reference.OPS
+        from octavo.ops import triton
+
+        return replace(reference.OPS, **triton.overrides())
     raise ConfigError(f"There are no operations for the device {device_kind!r}. Use cpu or cuda.")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from octavo.ops.transfer import download, upload
+from octavo.ops.registry import Draw, DrawRows
+from octavo.ops.transfer import download, upload, upload_many
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32
 from octavo.sampling import logprobs, masks
@@ -32,9 +34,9 @@ class Sampled:
     """What came out. Tensors are on the device, or (after `to_host`) on the host."""
 
     tokens: torch.Tensor
-    """[rows] int64."""
-    valid: torch.Tensor
-    """[rows] bool; false where the logits were not usable (NaN, inf, nothing allowed)."""
+    """[rows], integers."""
+    valid: torch.Tensor | None
+    """[rows] bool; false where the logits were not usable (NaN, inf, nothing allowed). None: those tokens are -1."""
     scored: LogprobTensors | None
     scored_slots: Int32
     """The slots that `scored` is of."""
@@ -42,7 +44,13 @@ class Sampled:
 
     def to_host(self) -> Sampled:
         scored = None if self.scored is None else self.scored.to_host()
-        return Sampled(download(self.tokens), download(self.valid), scored, self.scored_slots, self.scored_records)
+        valid = None if self.valid is None else download(self.valid)
+        return Sampled(download(self.tokens), valid, scored, self.scored_slots, self.scored_records)
+
+    def valid_rows(self) -> npt.NDArray[np.bool_]:
+        """[rows], on the host."""
+        valid = self.tokens >= 0 if self.valid is None else self.valid
+        return valid.numpy()
 
     def logprob_rows(self) -> dict[int, list[LogprobRow]] | None:
         """Protocol rows by slot, on the host."""
@@ -60,23 +68,31 @@ class Sampler:
         state: what requests asked for; kept up to date by the owner.
         token_table: [slots, width] int32 on the device: all tokens of each slot's request so far.
         processed_logprobs: report logprobs after all stages rather than of the model's own logits.
+        draw: does what follows the adjustments, where the device has a kernel for it.
     """
 
-    def __init__(self, state: SamplerState, token_table: torch.Tensor, *, processed_logprobs: bool = False) -> None:
+    def __init__(
+        self, state: SamplerState, token_table: torch.Tensor, *, processed_logprobs: bool = False, draw: Draw | None = None
+    ) -> None:
         self._state = state
         self._token_table = token_table
         self._processed = processed_logprobs
+        self._draw_tokens = draw
+
+    def only_draws(self, slots: Int32) -> bool:
+        """Whether these rows need nothing but the fused draw: it only reads logits, in whatever dtype they are."""
+        return self._draw_tokens is not None and not (self._state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any()
 
     def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32) -> Sampled:
         """One token a row.
 
         Args:
-            logits: [rows, vocab] float32; overwritten.
+            logits: [rows, vocab] float32, overwritten; for rows that `only_draws`, any float dtype, and only read.
             slots, positions: [rows] each row's slot, and the position in its sequence that the token will take: the number
                 of tokens it has so far.
         """
         rows = max(1, SLICE_ELEMENTS // logits.shape[1])
-        if len(slots) <= rows or not self._state.features[slots].any():
+        if len(slots) <= rows or self.only_draws(slots) or not self._state.features[slots].any():
             return self._sample(logits, slots, positions)
         parts = [
             self._sample(logits[begin : begin + rows], slots[begin : begin + rows], positions[begin : begin + rows])
@@ -85,7 +101,7 @@ class Sampler:
         scored = [part.scored for part in parts if part.scored is not None]
         return Sampled(
             torch.cat([part.tokens for part in parts]),
-            torch.cat([part.valid for part in parts]),
+            torch.cat([part.valid for part in parts if part.valid is not None]),
             _merge(scored) if scored else None,
             np.concatenate([part.scored_slots for part in parts]),
             tuple(record for part in parts for record in part.scored_records),
@@ -147,6 +163,8 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, valid) [rows] from adjusted logits, which are scaled and cut in place for the random rows."""
+        if self._draw_tokens is not None and not (self._processed and (features & Feature.LOGPROBS).any()):
+            return self._draw_fused(self._draw_tokens, logits, features, slots, positions)
         random = np.flatnonzero(features & Feature.RANDOM)
         if len(random) == 0:
             return _greedy(logits)
@@ -158,6 +176,22 @@ class Sampler:
         order = upload(np.argsort(np.concatenate([greedy, random])), logits.device)
         tokens, valid = (torch.cat(pair).index_select(0, order) for pair in zip(chosen, drawn, strict=True))
         return tokens, valid
+
+    def _draw_fused(
+        self, draw: Draw, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = row_keys(self._state.seeds[slots], self._state.indices[slots], positions).astype(np.uint32).view(np.int32)
+        wanted = [slots, positions, features, keys, np.asarray([len(slots)], np.int32)]
+        on_slots, on_positions, modes, on_keys, count = upload_many(wanted, logits.device)
+        out = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        draw(
+            logits,
+            DrawRows(on_slots, on_positions, modes, on_keys, count),
+            self._state.numbers,
+            out,
+            filters=bool((features & Feature.FILTERS).any()),
+        )
+        return out.clamp(min=0), out >= 0
 
     def _draw(
         self, logits: torch.Tensor, rows: Int64, features: Int32, slots: Int32, positions: Int32

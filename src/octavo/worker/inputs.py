@@ -19,7 +19,7 @@ def gather_inputs(plan: StepPlan, tables: SlotTables) -> StepBatch:
     num_decodes = int(many[0]) if len(many) else len(count)
     slots, start, counts, begins = upload_many([plan.slots, plan.start, count, ends - count], tables.device)
 
-    num_blocks = -(-plan.max_context // tables.block_size)
+    num_blocks = -(-plan.max_context // (4 * tables.block_size)) * 4  # rows of a slice stay at multiples of 16 bytes
     block_tables = tables.blocks[:, :num_blocks].index_select(0, slots)
     token = torch.arange(plan.num_tokens, device=tables.device)
     if num_decodes == len(count):

@@ -34,9 +34,19 @@ class Budget:
     """In use by other processes (and by the driver) when we started."""
     weights: int
     activations: int
-    """The worst step, and the tables."""
+    """The worst step, the tables and the captured graphs."""
     cache: int
     """What is left for the KV cache: a limit, not a size."""
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """What captured graphs keep, in bytes."""
+
+    shared: int
+    """The largest graph, with the pool that all share."""
+    others: int
+    """All the others, beyond that."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +146,17 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
     return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
 
 
-def cuda_budget(config: EngineConfig, weights: int, device: torch.device) -> Budget:
+def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemory, device: torch.device) -> Budget:
     """After the worst step has run, and with nothing but weights and tables allocated any more.
 
-    The allocator's peak counts weights, tables and the step; what the device misses beyond our reservation is the driver's and
-    other processes'.
+    Args:
+        peak: the allocator's, which counts weights, tables and the step. What the device misses beyond our reservation is the
+            driver's and other processes'.
     """
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     other = max(0, total - free - torch.cuda.memory_reserved(device))
-    cache = int(total * config.cache.memory_utilization) - other - peak
-    return Budget(total=total, other=other, weights=weights, activations=max(0, peak - weights), cache=min(cache, free))
+    used = peak + graphs.shared + graphs.others
+    cache = int(total * config.cache.memory_utilization) - other - used
+    return Budget(total=total, other=other, weights=weights, activations=max(0, used - weights), cache=min(cache, free - graphs.shared))

@@ -1,21 +1,25 @@
 """One step on one rank: update the tables, gather inputs, forward, sample, publish.
 
-`launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
+A step of plain decodes is one captured graph where the device has those (`worker/graphs.py`); any other is run operation by
+operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
 for them and makes the `StepResult`. On a CPU the work is done when `launch` returns.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBackend, StepBatch
 from octavo.models.decoder import Model
-from octavo.ops.transfer import upload_many
+from octavo.ops.transfer import download, upload_many
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, StepPlan, StepResult
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
@@ -23,6 +27,11 @@ from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
+
+if TYPE_CHECKING:
+    from octavo.worker.graphs import DecodeGraphs
+
+logger = logging.getLogger(__name__)
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -75,8 +84,8 @@ class Launched:
     step_id: int
     slots: Int32
     """[sampled rows]"""
-    sampled: Sampled | None
-    """None where no row was to be sampled."""
+    sampled: list[Sampled]
+    """Of consecutive rows; together, all that were to be sampled."""
     prompt_scores: list[PromptScores]
     clock: StepClock
 
@@ -85,13 +94,20 @@ class Runner:
     """Runs steps. Owns nothing that outlives a step; the tables, the cache and the weights belong to its parts."""
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, tables: SlotTables, sampler_state: SamplerState, sampler: Sampler
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        tables: SlotTables,
+        sampler_state: SamplerState,
+        sampler: Sampler,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._tables = tables
         self._state = sampler_state
         self._sampler = sampler
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -101,25 +117,49 @@ class Runner:
             Exception: whatever the model raised. The tables hold what the plan said, and the next step can run.
         """
         clock = StepClock(self._tables.device)
-        self._update(plan)
         slots = plan.slots[plan.sample]
-        sampled, prompt_scores = None, []
-        if plan.num_tokens:
-            batch = gather_inputs(plan, self._tables)
-            hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch))
-            prompt_scores = self._score_prompts(plan, hidden)
-            if len(slots):
-                sampled = self._sample(plan, batch, hidden, slots).to_host()
+        self._seat(plan)
+        rows = None if self._graphs is None else self._graphs.fitting(plan)
+        if self._graphs is not None and rows is not None:
+            self._copy_blocks(plan)
+            tokens = download(self._graphs.launch(plan, rows))
+            clock.stop()
+            return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
+        self._tables.update(plan)
+        self._copy_blocks(plan)
+        sampled, prompt_scores = self._compute(plan) if plan.num_tokens else ([], [])
         clock.stop()
         return Launched(plan.step_id, slots, sampled, prompt_scores, clock)
 
-    def _update(self, plan: StepPlan) -> None:
+    def _seat(self, plan: StepPlan) -> None:
         self._state.leave(plan.free_slots)
         self._state.enter(plan.init)
-        self._tables.update(plan)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.copy_src):
             source, destination = upload_many([plan.copy_src, plan.copy_dst], self._tables.device)
             self._attention.copy_blocks(source, destination)
+
+    def _compute(self, plan: StepPlan) -> tuple[list[Sampled], list[PromptScores]]:
+        """Run a step whose tables are up to date; in two halves, and those again, if the device has no memory for it at once."""
+        try:
+            return self._compute_at_once(plan)
+        except torch.OutOfMemoryError:
+            if plan.num_tokens == 1:
+                raise
+        # Not in the handler: the exception keeps the tensors of the failed attempt alive.
+        logger.warning("Out of device memory in a step of %d tokens: computing it in two halves.", plan.num_tokens)
+        if self._tables.device.type == "cuda":
+            torch.cuda.empty_cache()
+        first, second = (self._compute(half) for half in halves(plan))
+        return first[0] + second[0], first[1] + second[1]
+
+    def _compute_at_once(self, plan: StepPlan) -> tuple[list[Sampled], list[PromptScores]]:
+        batch = gather_inputs(plan, self._tables)
+        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch))
+        prompt_scores = self._score_prompts(plan, hidden)
+        slots = plan.slots[plan.sample]
+        return ([self._sample(plan, batch, hidden, slots).to_host()] if len(slots) else []), prompt_scores
 
     def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, slots: Int32) -> Sampled:
         """Sample the rows that want it, and write the tokens where the next step reads them."""
@@ -128,7 +168,8 @@ class Runner:
         last, row_slots, row_positions = upload_many([ends[plan.sample] - 1, slots, positions], self._tables.device)
         if len(slots) < batch.num_tokens:
             hidden = hidden.index_select(0, last)
-        sampled = self._sampler.sample(self._model.logits(hidden), slots, positions)
+        logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
+        sampled = self._sampler.sample(logits, slots, positions)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
         return sampled
 
@@ -161,12 +202,18 @@ def settle(launched: Launched, dtype_name: str) -> StepResult:
     seconds = launched.clock.wait()
     result = StepResult(launched.step_id, launched.slots, np.zeros(len(launched.slots), np.int32), step_seconds=seconds)
     broken: list[int] = []
-    if (sampled := launched.sampled) is not None:
-        result.tokens = sampled.tokens.numpy().astype(np.int32)
-        broken += launched.slots[~sampled.valid.numpy()].tolist()
-        result.logprobs = sampled.logprob_rows()
+    if launched.sampled:
+        result.tokens = np.concatenate([part.tokens.numpy() for part in launched.sampled]).astype(np.int32)
+        valid = np.concatenate([part.valid_rows() for part in launched.sampled])
+        broken += launched.slots[~valid].tolist()
+        scored: dict[int, list[LogprobRow]] = {}
+        for part in launched.sampled:
+            scored.update(part.logprob_rows() or {})
+        result.logprobs = scored or None
     if launched.prompt_scores:
-        result.prompt_logprobs = {scores.slot: scores.rows() for scores in launched.prompt_scores}
+        result.prompt_logprobs = {}
+        for scores in launched.prompt_scores:
+            result.prompt_logprobs.setdefault(scores.slot, []).extend(scores.rows())
         broken += [s.slot for s in launched.prompt_scores if bool(s.scored.logprobs.isnan().any())]
     if broken:
         result.errors = dict.fromkeys(
@@ -175,3 +222,29 @@ def settle(launched: Launched, dtype_name: str) -> StepResult:
             "Check the request's logit_bias, allowed_token_ids and bad_words; if it sets none, try --dtype float32 or bfloat16.",
         )
     return result
+
+
+def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
+    """Two steps, one after the other, that do together what the rows of `plan` (of more than one token) do; its tables are set."""
+    ends = np.cumsum(plan.count)
+    if len(plan.slots) > 1:
+        cut = min(max(1, int(np.searchsorted(ends, plan.num_tokens / 2))), len(plan.slots) - 1)
+        return _rows(plan, slice(0, cut)), _rows(plan, slice(cut, None))
+    count = plan.count // 2
+    first = msgspec.structs.replace(_rows(plan, slice(0, 1)), count=count, sample=np.zeros(1, np.bool_), num_tokens=int(count[0]))
+    first.max_context = int(plan.start[0] + count[0])
+    rest = plan.count - count
+    return first, msgspec.structs.replace(_rows(plan, slice(0, 1)), start=plan.start + count, count=rest, num_tokens=int(rest[0]))
+
+
+def _rows(plan: StepPlan, rows: slice) -> StepPlan:
+    start, count = plan.start[rows], plan.count[rows]
+    return msgspec.structs.replace(
+        plan,
+        slots=plan.slots[rows],
+        start=start,
+        count=count,
+        sample=plan.sample[rows],
+        num_tokens=int(count.sum()),
+        max_context=int((start + count).max()),
+    )

@@ -19,6 +19,11 @@ SLACK_TOKENS = 16
 """Places past max_model_len: steps in flight may sample a token more than a request ends up keeping."""
 
 
+def _table_width(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens`, rounded so that every row starts at a multiple of 16 bytes."""
+    return -(-num_tokens // (4 * block_size)) * 4
+
+
 class SlotTables:
     """Owns the token table and the block table of `num_slots` requests.
 
@@ -33,13 +38,13 @@ class SlotTables:
         width = max_model_len + SLACK_TOKENS
         self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
         """[slots, max_model_len + slack]"""
-        self.blocks = torch.zeros(num_slots, -(-width // block_size), dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(num_slots, _table_width(width, block_size), dtype=torch.int32, device=device)
         """[slots, max_blocks]; the null block 0 past the request's own."""
 
     @staticmethod
     def bytes_needed(num_slots: int, max_model_len: int, block_size: int) -> int:
         width = max_model_len + SLACK_TOKENS
-        return 4 * num_slots * (width + -(-width // block_size))
+        return 4 * num_slots * (width + _table_width(width, block_size))
 
     def update(self, plan: StepPlan) -> None:
         """Requests enter their slots, and running ones get further blocks. One transfer for all of it."""

@@ -12,6 +12,7 @@ from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32, SlotInit, StepPlan
 
 WARMUP_TOKENS = 32
+GPU_CHUNKS = (4, 8, 32, 512, 9000)
 
 
 def every_feature(vocab_size: int) -> SamplingParams:
@@ -68,11 +69,19 @@ def made_up_step(counts: list[int], sampling: SamplingParams, *, start: int = 0)
 
 
 def first_steps(config: EngineConfig) -> list[StepPlan]:
-    """A prompt chunk, a chunk with a prefix, and a decode."""
+    """A prompt chunk, a chunk with a prefix, and a decode. On a GPU also chunks of the lengths that take different kernels, so that
+    none is compiled while a user waits."""
     longest = config.model.max_model_len - 1
+    most = min(config.scheduler.max_num_batched_tokens, longest)
     chunk = max(1, min(WARMUP_TOKENS, config.scheduler.max_num_batched_tokens, longest // 2))
     sampling = every_feature(config.model.vocab_size)
-    return [made_up_step([chunk], sampling), made_up_step([chunk], sampling, start=chunk), made_up_step([1], sampling, start=chunk)]
+    lengths = [chunk] if config.device.kind == "cpu" else sorted({min(n, most) for n in GPU_CHUNKS})
+    plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
+    return [
+        *(made_up_step([length], plain if length > 1 else sampling) for length in lengths),
+        made_up_step([chunk], sampling, start=chunk),
+        made_up_step([1], sampling, start=chunk),
+    ]
 
 
 def worst_step(config: EngineConfig) -> StepPlan:

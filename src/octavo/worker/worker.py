@@ -6,29 +6,29 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import LayerSpec
-from octavo.attention.torch_paged import TorchPagedAttention
+from octavo.attention.base import AttentionBackend, GraphAttention
+from octavo.attention.select import attention_class, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
-from octavo.ops.registry import load_ops
+from octavo.ops.registry import Ops, load_ops
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.memory import Budget, CacheSize, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
+from octavo.worker.memory import Budget, CacheSize, GraphMemory, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, worst_step
 
 if TYPE_CHECKING:
-    from octavo.attention.native_cpu import NativeCpuAttention
+    from octavo.worker.graphs import DecodeGraphs
 
 PROFILE_BLOCKS = 2
 """Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
@@ -55,21 +55,25 @@ class Worker:
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
-            self._model: Model = load_model(config, load_ops(kernels), self._device, progress)
+            self._ops: Ops = load_ops(kernels)
+            self._model: Model = load_model(config, self._ops, self._device, progress)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
             scheduler = config.scheduler
             self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device)
             self._state = SamplerState(scheduler.max_num_seqs, self._device)
             processed = config.model.logprobs_mode == "processed_logprobs"
-            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed)
+            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._ops.draw)
         with self._phase("memory"):
-            bytes_per_block = self._attention_class().bytes_per_block(layers, block_size, self._cache_dtype)
+            bytes_per_block = attention_class(config, layers).bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
             size = size_cache(config, budget, bytes_per_block)
             self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
         with self._phase("cache"):
-            self._runner = self._make_serving_runner(layers, size, budget)
+            self._attention = self._allocate_cache(size, budget)
+        with self._phase("graphs"):
+            self._graphs = self._capture(self._attention)
+        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -105,7 +109,10 @@ class Worker:
     def shutdown(self) -> None:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._launched.clear()
-        for name in ("_runner", "_sampler", "_state", "_tables", "_model"):
+        graphs: DecodeGraphs | None = getattr(self, "_graphs", None)
+        if graphs is not None:
+            graphs.close()
+        for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
@@ -117,38 +124,60 @@ class Worker:
         yield
         self._phases.append(Phase(name, time.perf_counter() - began))
 
-    def _make_runner(self, layers: tuple[LayerSpec, ...], num_blocks: int) -> Runner:
-        attention = self._attention_class()(layers, num_blocks, self._config.cache.block_size, self._cache_dtype, self._device)
-        return Runner(self._model, attention, self._tables, self._state, self._sampler)
-
-    def _make_serving_runner(self, layers: tuple[LayerSpec, ...], size: CacheSize, budget: Budget) -> Runner:
-        """The runner with the whole cache. A size that was asked for may be more than the system gives."""
+    def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
+        """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
         try:
-            return self._make_runner(layers, size.num_blocks)
+            return make_attention(self._config, self._model.layer_specs, size.num_blocks, self._device)
         except (RuntimeError, MemoryError) as e:
             # On a CPU torch has no class of its own for this, only words.
             if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):
                 raise
             raise ConfigError(cannot_allocate(self._config, budget, size, self._shape.bytes_per_block)) from None
 
-    def _attention_class(self) -> type[TorchPagedAttention | NativeCpuAttention]:
-        if self._config.device.native_kernels:
-            from octavo.attention.native_cpu import NativeCpuAttention
+    def _capture(self, attention: AttentionBackend, sizes: Sequence[int] | None = None) -> DecodeGraphs | None:
+        """The decode graphs of this worker (or of some `sizes` only), captured; None where the device or the settings rule them out."""
+        config, draw = self._config, self._ops.draw
+        if config.enforce_eager or self._device.type != "cuda" or draw is None or not isinstance(attention, GraphAttention):
+            return None
+        from octavo.worker.graphs import DecodeGraphs, graph_sizes
 
-            return NativeCpuAttention
-        return TorchPagedAttention
+        if sizes is None:
+            sizes = graph_sizes(min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens))
+        graphs = DecodeGraphs(self._model, attention, self._tables, self._state, draw, sizes)
+        graphs.capture()
+        torch.cuda.empty_cache()  # What the steps before each capture took, outside of the graphs' own pool.
+        return graphs
 
     def _measure(self) -> Budget:
-        """What the weights and the worst step take, and what that leaves."""
+        """What the weights, the worst step and the graphs take, and what that leaves."""
         config, weights = self._config, self._model.weights_bytes
         if self._device.type == "cpu":
             itemsize = getattr(torch, config.model.dtype).itemsize
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
         torch.cuda.reset_peak_memory_stats(self._device)
-        runner = self._make_runner(self._model.layer_specs, PROFILE_BLOCKS)
-        settle(runner.launch(worst_step(config)), config.model.dtype)
-        del runner
-        return cuda_budget(config, weights, self._device)
+        attention = make_attention(config, self._model.layer_specs, PROFILE_BLOCKS, self._device)
+        settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        graphs = self._measure_graphs(attention)
+        del attention
+        return cuda_budget(config, weights, peak, graphs, self._device)
+
+    def _measure_graphs(self, attention: AttentionBackend) -> GraphMemory:
+        """Capture the largest graph and the smallest: the first takes the pool that all share, the second what each takes besides."""
+        most = min(self._config.scheduler.max_num_seqs, self._config.scheduler.max_num_batched_tokens)
+        torch.cuda.empty_cache()
+        free = [torch.cuda.mem_get_info(self._device)[0]]
+        kept = []
+        for rows in (most, 1):
+            kept.append(self._capture(attention, [rows]))
+            free.append(torch.cuda.mem_get_info(self._device)[0])
+        for graphs in kept:
+            if graphs is None:
+                return GraphMemory(0, 0)
+            graphs.close()
+        from octavo.worker.graphs import graph_sizes
+
+        return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * (len(graph_sizes(most)) - 1))
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
@@ -167,7 +196,7 @@ class Worker:
             device=config.device.name,
             dtype=config.model.dtype,
             kv_dtype=config.cache.dtype,
-            attention=self._attention_class().name,
+            attention=self._attention.name,
             phases=self._phases,
             warnings=list(size.warnings),
         )

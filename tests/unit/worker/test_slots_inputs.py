@@ -87,7 +87,7 @@ def check(batch, plan, live):  # type: ignore[no-untyped-def]
     assert batch.row_of_token.tolist() == row_of_token
     assert batch.cache_slots.tolist() == cache_slots
     assert batch.context_lens.tolist() == (plan.start + plan.count).tolist()
-    assert batch.block_tables.shape[1] == -(-plan.max_context // BLOCK)
+    assert batch.block_tables.shape[1] == -(-plan.max_context // (4 * BLOCK)) * 4
     assert batch.num_decodes == sum(c == 1 for c in plan.count.tolist())
     assert {batch.token_ids.dtype, batch.positions.dtype, batch.row_of_token.dtype, batch.cache_slots.dtype} == {torch.int64}
     assert {batch.block_tables.dtype, batch.context_lens.dtype} == {torch.int32}

@@ -289,6 +289,9 @@ class KVManager:
         """Keep the blocks of `slot` from here on out of the tree."""
         self._closed[slot] = True
 
+    def is_closed(self, slot: int) -> bool:
+        return self._closed[slot]
+
     # Blocks
 
     def _take(self, count: int) -> list[int]:

@@ -72,7 +72,7 @@ class CpuDecoder:
         for layer in range(len(program.layers)):
             qkv = torch.empty(tokens, heads + 2 * kv_heads, program.head_dim)
             self._library.octavo_layer_qkv(*self._arguments(step), layer, qkv.data_ptr())
-            q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+            q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
             attended = attend(layer, q, k, v).contiguous()
             self._library.octavo_layer_rest(*self._arguments(step), layer, attended.data_ptr(), hidden.data_ptr())
 

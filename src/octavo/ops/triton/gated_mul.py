@@ -7,14 +7,28 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.registry import Activation
+from octavo.ops.triton.launch import overlap_supported
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _gated_mul_kernel(in_ptr, out_ptr, in_stride, out_stride, DIM: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def _gated_mul_kernel(
+    in_ptr,
+    out_ptr,
+    in_stride,
+    out_stride,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < DIM
@@ -38,7 +52,17 @@ def gated_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, dim, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
+        overlap = overlap_supported(gate_up.device)
         _gated_mul_kernel[(tokens, triton.cdiv(dim, _BLOCK))](
-            gate_up, out, gate_up.stride(0), out.stride(0), DIM=dim, BLOCK=_BLOCK, ACTIVATION=activation, num_warps=4
+            gate_up,
+            out,
+            gate_up.stride(0),
+            out.stride(0),
+            DIM=dim,
+            BLOCK=_BLOCK,
+            ACTIVATION=activation,
+            OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
+            num_warps=4,
         )
     return out

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton.decode_plan import ITEM_FIELDS, DecodeCapacity, DecodePlan
 from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
@@ -147,6 +147,7 @@ def _decode_kernel(
 
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
     in_head = d[None, :] < HEAD_DIM

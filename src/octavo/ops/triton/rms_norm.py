@@ -7,6 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.ops.triton.launch import overlap_supported
 
 
 @triton.jit
@@ -22,12 +25,16 @@ def _rms_norm_kernel(
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, PAD)
     mask = d < DIM
     # The weight does not wait for the row.
     weight = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + d, mask=mask, other=0.0)
     dtype = x.dtype
     wide = x.to(tl.float32)
@@ -49,20 +56,35 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `ops.registry.RmsNorm`."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dim, pad = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     if rows.shape[0]:
-        flat = out.view(rows.shape)
-        _rms_norm_kernel[(rows.shape[0],)](
-            rows, rows, weight, flat, rows.stride(0), 0, flat.stride(0), eps, DIM=dim, PAD=pad, ADD=False, num_warps=_warps(pad)
-        )
+        _launch(rows, rows, weight, out.view(rows.shape), eps, add=False)
     return out
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.registry.AddRmsNorm`. The norm overwrites x, the sum overwrites residual."""
-    dim, pad = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     if x.shape[0]:
-        _rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight, x, x.stride(0), residual.stride(0), x.stride(0), eps, DIM=dim, PAD=pad, ADD=True, num_warps=_warps(pad)
-        )
+        _launch(x, residual, weight, x, eps, add=True)
     return x, residual
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool) -> None:
+    rows, dim = x.shape
+    pad = triton.next_power_of_2(dim)
+    overlap = overlap_supported(x.device)
+    _rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        x.stride(0),
+        residual.stride(0),
+        out.stride(0),
+        eps,
+        DIM=dim,
+        PAD=pad,
+        ADD=add,
+        OVERLAP=overlap,
+        **({"launch_pdl": True} if overlap else {}),
+        num_warps=_warps(pad),
+    )

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.ops.triton.launch import overlap_supported
 
 _HEADS_AT_ONCE = 4
 
@@ -44,7 +47,11 @@ def _rope_cache_kernel(
     NORM: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     h = tl.arange(0, AT_ONCE)
@@ -162,6 +169,7 @@ def rope_cache(
     norm = q_weight is not None and k_weight is not None
     scaled = k_scale is not None and v_scale is not None
     groups = triton.cdiv(num_heads, _HEADS_AT_ONCE) + 2 * triton.cdiv(num_kv_heads, _HEADS_AT_ONCE)
+    overlap = overlap_supported(qkv.device)
     if tokens:
         _rope_cache_kernel[(tokens, groups)](
             qkv,
@@ -191,6 +199,8 @@ def rope_cache(
             NORM=norm,
             SCALE_STRIDE=-1 if k_scale is None or not scaled else int(k_scale.numel() > 1),
             KEEP_KEYS=keep_keys,
+            OVERLAP=overlap,
+            **({"launch_pdl": True} if overlap else {}),
             num_warps=1,
         )
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.ops.triton.launch import overlap_supported
 from octavo.ops.triton.split_softmax import arrived_last
 
-MAX_ROWS = 64
-FASTER_UP_TO = 16
-"""Rows up to which this beats or equals cuBLAS on an H200: a layer of Llama-3.1-8B takes 121 us instead of 128 (floor 96)."""
+MAX_ROWS = 128
 _MIN_DOT_ROWS = 16
 
 
@@ -38,13 +38,18 @@ class SkinnyTuning:
 def skinny_tuning(columns: int, inner: int, sm_count: int) -> SkinnyTuning:
     """A shape's tuning, measured on one H200 (benchmarks/gpu_matmul.py)."""
     if columns >= 128 * sm_count:
-        return SkinnyTuning(columns=64, inner=256, split=1, warps=4, stages=3)
+        return SkinnyTuning(columns=128, inner=128, split=1, warps=8, stages=3)
     # Two thread blocks an SM keep enough of a long inner dimension in flight; short ones have no time for a second.
     strip, step, blocks = (64, 128, 2 * sm_count) if inner >= 4096 else (32, 256, sm_count)
     split = 1
     while split < 8 and -(-columns // strip) * split * 2 <= blocks and inner >= 4 * split * step:
         split *= 2
     return SkinnyTuning(columns=strip, inner=step, split=split, warps=4, stages=4)
+
+
+def faster_up_to(columns: int, inner: int, sm_count: int) -> int:
+    """Up to how many rows this beats cuBLAS with its tuning, measured on one H200 (benchmarks/gpu_matmul.py)."""
+    return 64 if columns >= 256 * sm_count else 16
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,11 @@ def _skinny_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     strip = tl.program_id(0)
     part = tl.program_id(1)
     m = tl.arange(0, ROWS)
@@ -127,7 +136,7 @@ def _skinny_kernel(
 
 
 def skinny_matmul(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, workspace: SkinnyWorkspace, tuning: SkinnyTuning
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, workspace: SkinnyWorkspace | None, tuning: SkinnyTuning
 ) -> torch.Tensor:
     """x @ weight.T + bias, float32 sums.
 
@@ -135,6 +144,7 @@ def skinny_matmul(
         x: [rows, in_features], rows <= MAX_ROWS.
         weight: [out_features, in_features], bf16 or fp16, as x.
         bias: [out_features]
+        workspace: needed where the tuning splits.
 
     Returns:
         [rows, out_features] in x's dtype.
@@ -144,13 +154,14 @@ def skinny_matmul(
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     share = triton.cdiv(inner, tuning.split * tuning.inner) * tuning.inner
     padded = max(_MIN_DOT_ROWS, triton.next_power_of_2(rows))
+    overlap = overlap_supported(x.device)
     _skinny_kernel[(triton.cdiv(columns, tuning.columns), tuning.split)](
         x,
         weight,
         x if bias is None else bias,
         out,
-        workspace.parts,
-        workspace.counters,
+        out if workspace is None else workspace.parts,
+        out if workspace is None else workspace.counters,
         rows,
         columns,
         inner,
@@ -165,6 +176,8 @@ def skinny_matmul(
         SPLIT=tuning.split,
         STAGES=tuning.stages,
         BIAS=bias is not None,
+        OVERLAP=overlap,
+        **({"launch_pdl": True} if overlap else {}),
         num_warps=tuning.warps,
     )
     return out

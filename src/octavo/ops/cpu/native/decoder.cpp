@@ -5,23 +5,20 @@
 
 namespace {
 
+// The query, key and value projections always read float32: they are a sixth of a layer's work, and rounding their inputs makes
+// half of all the error that rounding makes (see docs/performance.md).
 bool rounds(const OctavoDecoder& d, const OctavoLinear& next) { return reads_rounded(next, d.int8_activations); }
-
-// What follows the residual stream: the linear layer that reads its norm. Null after the last layer.
-const OctavoLinear* reader_after(const OctavoDecoder& d, int32_t layer) {
-    return layer + 1 < d.num_layers ? &d.layers[layer + 1].qkv : nullptr;
-}
 
 void norm_or_copy(const OctavoDecoder& d, const float* residual, const float* norm, float* out) {
     if (norm) kernels().rms_norm(residual, norm, d.norm_eps, d.hidden, out);
     else memcpy(out, residual, (size_t)d.hidden * 4);
 }
 
-// Add a block's output to the residual stream, and make what `next` reads.
-void join(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, const float* post_norm, const float* next_norm, const OctavoLinear* next, float* hidden) {
+// Add a block's output to the residual stream, and make what the next block reads, in `hidden` if that is not null.
+void join(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, const float* post_norm, const float* next_norm, bool rounded, float* hidden) {
     float* residual = e.residual.get(tokens * d.hidden);
     float* block = e.joined.get(tokens * d.hidden);
-    e.hidden.resize(tokens, d.hidden, next && rounds(d, *next));
+    e.hidden.resize(tokens, d.hidden, rounded);
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
         float *x = block + t * d.hidden, *stream = residual + t * d.hidden;
         if (post_norm) kernels().rms_norm(x, post_norm, d.norm_eps, d.hidden, x);
@@ -46,7 +43,7 @@ void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer
     const OctavoLayer& l = d.layers[layer];
     float* block = e.joined.get(tokens * d.hidden);
     multiply(e, l.out, e.attended.view(), tokens, block, d.hidden, d.int8_activations);
-    join(e, d, tokens, l.attention_post_norm, l.mlp_norm, &l.gate_up, nullptr);
+    join(e, d, tokens, l.attention_post_norm, l.mlp_norm, rounds(d, l.gate_up), nullptr);
 
     float* gate_up = e.gate_up.get(tokens * 2 * d.inner);
     multiply(e, l.gate_up, e.hidden.view(), tokens, gate_up, 2 * d.inner, d.int8_activations);
@@ -57,18 +54,17 @@ void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer
         e.inner.round(t);
     });
     multiply(e, l.down, e.inner.view(), tokens, block, d.hidden, d.int8_activations);
-    const OctavoLinear* next = reader_after(d, layer);
-    join(e, d, tokens, l.mlp_post_norm, next ? d.layers[layer + 1].attention_norm : d.final_norm, next, next ? nullptr : hidden);
+    const bool last = layer + 1 == d.num_layers;
+    join(e, d, tokens, l.mlp_post_norm, last ? d.final_norm : d.layers[layer + 1].attention_norm, false, last ? hidden : nullptr);
 }
 
 void begin(OctavoEngine& e, const OctavoDecoder& d, const OctavoStep& step) {
     const int64_t tokens = step.num_tokens;
     float* residual = e.residual.get(tokens * d.hidden);
-    e.hidden.resize(tokens, d.hidden, rounds(d, d.layers[0].qkv));
+    e.hidden.resize(tokens, d.hidden, false);
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
         embed(d.embed, step.token_ids[t], d.embedding_scale, residual + t * d.hidden);
         norm_or_copy(d, residual + t * d.hidden, d.layers[0].attention_norm, e.hidden.row(t));
-        e.hidden.round(t);
     });
 }
 
@@ -89,7 +85,7 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
         const OctavoLayer& l = d.layers[layer];
         const OctavoCache& cache = caches[layer];
         float* qkv = e.qkv.get(tokens * width);
-        multiply(e, l.qkv, e.hidden.view(), tokens, qkv, width, d.int8_activations);
+        multiply(e, l.qkv, e.hidden.view(), tokens, qkv, width, false);
         e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
             float* row = qkv + t * width;
             rotate(d, l, step->positions[t], row);
@@ -110,7 +106,7 @@ void octavo_layer_qkv(OctavoEngine* engine, const OctavoDecoder* decoder, const 
     OctavoEngine& e = *engine;
     const OctavoDecoder& d = *decoder;
     const int64_t tokens = step->num_tokens, width = qkv_width(d);
-    multiply(e, d.layers[layer].qkv, e.hidden.view(), tokens, qkv, width, d.int8_activations);
+    multiply(e, d.layers[layer].qkv, e.hidden.view(), tokens, qkv, width, false);
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { rotate(d, d.layers[layer], step->positions[t], qkv + t * width); });
 }
 

@@ -18,6 +18,41 @@ constexpr int VECTORS = PANEL / W;  // vectors a panel's column takes
 
 // ---- float activations: any kind, unpacked a group at a time
 
+// Calls use(column, vector, weights) for all columns of a packed group, in order.
+template <bool Q4, class Use>
+INLINE void each_weight(const uint8_t* g, const Use& use) {
+    const uint16_t* narrow = (const uint16_t*)(g + (Q4 ? 256 : 512));
+    vf scale[VECTORS], minimum[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        scale[v] = load(narrow + v * W);
+        minimum[v] = Q4 ? load(narrow + PANEL + v * W) : scale[v] * splat(-128.0f);
+    }
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        vi bytes[VECTORS];  // four columns of each row
+        for (int v = 0; v < VECTORS; v++) {
+            if (!Q4) {
+                memcpy(&bytes[v], g + 64 * quad + 4 * v * W, sizeof bytes[v]);
+            } else if (VECTORS == 1) {
+                vi both, shift;
+                memcpy(&both, g + 32 * quad, 32);
+                memcpy((uint8_t*)&both + 32, g + 32 * quad, sizeof both - 32);
+                for (int lane = 0; lane < W; lane++) shift[lane] = lane < W / 2 ? 0 : 4;
+                bytes[v] = (both >> shift) & splat(0x0f0f0f0f);
+            } else {
+                memcpy(&bytes[v], g + 32 * quad, sizeof bytes[v]);
+                bytes[v] = (v ? bytes[v] >> 4 : bytes[v]) & splat(0x0f0f0f0f);
+            }
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++)
+            for (int v = 0; v < VECTORS; v++) {
+                vi q = c == 3 ? (bytes[v] >> 24) & splat(255) : (bytes[v] >> (8 * c)) & splat(255);
+                use(4 * quad + c, v, fma(__builtin_convertvector(q, vf), scale[v], minimum[v]));
+            }
+    }
+}
+
 INLINE const float* unpack_group(int32_t kind, const uint8_t* panel, int64_t group, int64_t columns, float* buffer) {
     int64_t first = group * GROUP;
     if (kind == KIND_F32) return (const float*)(panel + 4 * first * PANEL);
@@ -31,35 +66,8 @@ INLINE const float* unpack_group(int32_t kind, const uint8_t* panel, int64_t gro
         return buffer;
     }
     const uint8_t* g = panel + group * (kind == KIND_Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES);
-    float scale[PANEL], minimum[PANEL];
-    const uint16_t* narrow = (const uint16_t*)(g + (kind == KIND_Q4 ? 256 : 512));
-    for (int i = 0; i < PANEL; i += W) {
-        store(scale + i, load(narrow + i));
-        store(minimum + i, kind == KIND_Q4 ? load(narrow + PANEL + i) : load(scale + i) * splat(-128.0f));
-    }
-    for (int quad = 0; quad < 8; quad++) {
-        for (int i = 0; i < PANEL; i += W) {
-            vi bytes;  // four columns of each row
-            if (kind == KIND_Q8) {
-                memcpy(&bytes, g + 64 * quad + 4 * i, sizeof bytes);
-            } else if (W == PANEL) {
-                vi low = {}, high;
-                memcpy(&low, g + 32 * quad, 32);
-                memcpy(&high, &low, 32);
-                memcpy((uint8_t*)&high + 32, &low, 32);
-                vi shift;
-                for (int lane = 0; lane < W; lane++) shift[lane] = lane < W / 2 ? 0 : 4;
-                bytes = (high >> shift) & splat(0x0f0f0f0f);
-            } else {
-                memcpy(&bytes, g + 32 * quad, sizeof bytes);
-                bytes = (i ? bytes >> 4 : bytes) & splat(0x0f0f0f0f);
-            }
-            for (int c = 0; c < 4; c++) {
-                vf q = __builtin_convertvector((bytes >> (8 * c)) & splat(255), vf);
-                store(buffer + (4 * quad + c) * PANEL + i, fma(q, load(scale + i), load(minimum + i)));
-            }
-        }
-    }
+    if (kind == KIND_Q4) each_weight<true>(g, [&](int k, int v, vf w) { store(buffer + k * PANEL + v * W, w); });
+    else each_weight<false>(g, [&](int k, int v, vf w) { store(buffer + k * PANEL + v * W, w); });
     return buffer;
 }
 
@@ -78,6 +86,16 @@ INLINE void float_tile(const float* weights, int64_t count, const float* x, int6
     }
     for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++) store(sums + t * PANEL + v * W, acc[t][v]);
+}
+
+// A single token, straight from the packed weights: the same arithmetic as float_tile<1>, without the detour.
+template <bool Q4>
+INLINE void float_row(const uint8_t* panel, int64_t groups, const float* x, float* sums) {
+    vf acc[VECTORS];
+    for (int v = 0; v < VECTORS; v++) acc[v] = splat(0.0f);
+    for (int64_t g = 0; g < groups; g++, panel += Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES, x += GROUP)
+        each_weight<Q4>(panel, [&](int k, int v, vf w) { acc[v] = fma(splat(x[k]), w, acc[v]); });
+    for (int v = 0; v < VECTORS; v++) store(sums + v * W, acc[v]);
 }
 
 static void write_panel(const float* sums, int64_t tokens, float* out, int64_t ldo, const float* bias, int lanes) {
@@ -99,6 +117,13 @@ static void panel_float(int32_t kind, const uint8_t* panel, const Activations& a
                         const float* bias, int lanes) {
     alignas(64) float buffer[GROUP * PANEL];
     alignas(64) float sums[TOKEN_BLOCK * PANEL];
+    if (end - begin == 1 && (kind == KIND_Q4 || kind == KIND_Q8)) {  // whose columns are whole groups
+        const float* x = a.values + begin * a.ld;
+        if (kind == KIND_Q4) float_row<true>(panel, a.groups, x, sums);
+        else float_row<false>(panel, a.groups, x, sums);
+        write_panel(sums, 1, out + begin * ldo, ldo, bias, lanes);
+        return;
+    }
     for (int64_t first = begin; first < end; first += TOKEN_BLOCK) {
         int64_t tokens = end - first < TOKEN_BLOCK ? end - first : TOKEN_BLOCK;
         memset(sums, 0, (size_t)tokens * PANEL * 4);

@@ -1,0 +1,55 @@
+"""Linear layers on a GPU: the streaming kernel for the few rows of a decode step where it wins, cuBLAS for the rest."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch.nn import functional as F
+
+from octavo.ops.packed import DenseWeight, LinearWeight
+from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, faster_up_to, skinny_matmul, skinny_tuning
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+class TritonLinear:
+    """`pack_linear` and `linear` of one model: they share the workspace of split products, which all launches of a stream reuse.
+
+    The workspace is as large as the weights packed so far need, and is never moved after the last of them: graphs hold it.
+    """
+
+    def __init__(self) -> None:
+        self._workspace: SkinnyWorkspace | None = None
+        self._tunings: dict[tuple[int, int], tuple[SkinnyTuning, int]] = {}
+        """By (out_features, in_features): the tuning, and up to how many rows it is used."""
+
+    def pack(self, weight: torch.Tensor) -> LinearWeight:
+        """See `ops.registry.PackLinear`."""
+        shape = (weight.shape[0], weight.shape[1])
+        if shape not in self._tunings and weight.dtype in (torch.bfloat16, torch.float16):
+            sms = _sm_count(weight.device)
+            tuning, rows = skinny_tuning(*shape, sms), faster_up_to(*shape, sms)
+            self._tunings[shape] = tuning, rows
+            if tuning.split > 1:
+                self._reserve(tuning, rows, shape[0], weight.device)
+        return DenseWeight.plain(weight)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `ops.registry.Linear`."""
+        known = self._tunings.get((weight.out_features, weight.in_features))
+        if known is None or not 0 < x.shape[0] <= known[1] or x.dtype != weight.data.dtype:
+            return F.linear(x, weight.data, bias)
+        return skinny_matmul(x, weight.data, bias, self._workspace, known[0])
+
+    def _reserve(self, tuning: SkinnyTuning, rows: int, columns: int, device: torch.device) -> None:
+        strips = triton.cdiv(columns, tuning.columns)
+        elements = tuning.split * max(16, triton.next_power_of_2(rows)) * strips * tuning.columns
+        old = self._workspace
+        if old is None or elements > len(old.parts) or strips > len(old.counters):
+            sizes = (elements, strips) if old is None else (max(elements, len(old.parts)), max(strips, len(old.counters)))
+            self._workspace = SkinnyWorkspace.allocate(*sizes, device)
