@@ -101,7 +101,10 @@ def _whole(args: EngineArgs, name: str, minimum: int = 1, maximum: int | None = 
     if value is None:
         return None
     if isinstance(value, str):
-        value = parse_size(value)
+        try:
+            value = parse_size(value)
+        except ConfigError as e:
+            raise ConfigError(f"{_flag(name)}: {e}") from None
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{_flag(name)} must be a whole number, got {value!r}.")
     if value < minimum or (maximum is not None and value > maximum):
