@@ -12,7 +12,7 @@ from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.config.types import EngineConfig
 
 if TYPE_CHECKING:
-    from octavo.attention.base import LayerSpec
+    from octavo.attention.base import AttentionBackend, LayerSpec
 
 
 def attention_class(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Any:
@@ -30,11 +30,11 @@ def attention_class(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Any:
     return TorchPagedAttention
 
 
-def make_attention(config: EngineConfig, layers: tuple[LayerSpec, ...], num_blocks: int, device: torch.device) -> Any:
+def make_attention(config: EngineConfig, layers: tuple[LayerSpec, ...], num_blocks: int, device: torch.device) -> AttentionBackend:
     """An `AttentionBackend` with a cache of `num_blocks` blocks."""
     chosen = attention_class(config, layers)
     scheduler = config.scheduler
     make = partial(chosen, layers, num_blocks, config.cache.block_size, getattr(torch, config.cache.dtype), device)
-    if config.device.kind == "cpu" or chosen is TorchPagedAttention:
-        return make()
-    return make(max_gathered=scheduler.max_num_seqs * config.model.max_model_len)
+    gathers = config.device.kind == "cuda" and chosen is not TorchPagedAttention
+    backend: AttentionBackend = make(max_gathered=scheduler.max_num_seqs * config.model.max_model_len) if gathers else make()
+    return backend
