@@ -82,7 +82,7 @@ gpu-wheels: $(VENV)/.serve
 	$(BIN)/python -m pip install --quiet --upgrade --target $(GPU_SITE) --python-version 3.12 --only-binary=:all: --no-deps msgspec pyzmq gguf
 
 gpu-test:
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton $(ARGS)
 
 gpu-bench:
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py

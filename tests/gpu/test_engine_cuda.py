@@ -94,6 +94,14 @@ def test_steps_never_wait_for_the_device(folder: str) -> None:
     assert all(len(t) >= 20 for t in tokens)
 
 
+def test_closing_gives_the_memory_to_other_processes(folder: str) -> None:
+    with LLM(folder, dtype="float16", **SETTINGS) as llm:
+        generated(llm, params())
+        cache = llm.ready_report.cache_bytes
+        assert torch.cuda.memory_reserved() > cache
+    assert torch.cuda.memory_reserved() < cache // 4
+
+
 def test_float32_greedy_equals_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ On a CPU the same step runs uncaptured, for tests.
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -64,7 +65,7 @@ class Layout:
         """Room for rows, and for block-table diffs."""
         return -(-self.rows // 4) * 4
 
-    @property
+    @functools.cached_property
     def bounds(self) -> list[tuple[int, int]]:
         n = self.padded
         sizes = [4, 4, n, n, n, 2 * n, 3 * n, -(-self.plan_size // 4) * 4]
@@ -117,6 +118,10 @@ class DecodeGraphs:
         cuda = self._device.type == "cuda"
         self._uploads = [Upload.allocate(size, cuda=cuda) for _ in range(UPLOADS)]
         self._turn = 0
+        self._columns = {
+            (turn, rows): layout.split(upload.array) for turn, upload in enumerate(self._uploads) for rows, layout in self._layouts.items()
+        }
+        """Views of each pinned buffer, made once: a step has no time for it."""
         self._received = torch.zeros(size, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.allocate(largest, tables.blocks.shape[1], self._device)
         self._out = torch.zeros(largest, dtype=torch.int32, device=self._device)
@@ -201,11 +206,11 @@ class DecodeGraphs:
         Returns:
             [rows of the plan] int32 on the device: the tokens, -1 where logits were not usable. Overwritten by the next launch.
         """
-        layout, upload = self._layouts[rows], self._uploads[self._turn]
+        layout, upload, columns = self._layouts[rows], self._uploads[self._turn], self._columns[self._turn, rows]
         self._turn = (self._turn + 1) % UPLOADS
         if upload.read is not None:
             upload.read.synchronize()
-        self._fill(plan, rows, layout.split(upload.array))
+        self._fill(plan, rows, columns)
         self._received[: layout.size].copy_(upload.tensor[: layout.size], non_blocking=True)
         if upload.read is not None:
             upload.read.record()

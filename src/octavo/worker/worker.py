@@ -114,9 +114,7 @@ class Worker:
     def shutdown(self) -> None:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._launched.clear()
-        graphs: DecodeGraphs | None = getattr(self, "_graphs", None)
-        if graphs is not None:
-            graphs.close()
+        self._close_graphs()
         for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -124,6 +122,12 @@ class Worker:
             gc.unfreeze()
             gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
+
+    def _close_graphs(self) -> None:
+        """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""
+        graphs: DecodeGraphs | None = getattr(self, "_graphs", None)
+        if graphs is not None:
+            graphs.close()
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

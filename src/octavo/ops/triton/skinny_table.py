@@ -33,14 +33,54 @@ def _alike(columns: int, inner: int, sm_count: int) -> SkinnyTuning:
 MEASURED_SMS = 132
 MEASURED: dict[tuple[int, int], Choices] = {
     # (out_features, in_features): one choice a row class
-    (6144, 4096): (SkinnyTuning(32, 256, 1, 4, 4), SkinnyTuning(32, 256, 1, 4, 4), SkinnyTuning(64, 128, 2, 4, 4), None),
-    (4096, 4096): (SkinnyTuning(32, 128, 2, 4, 4), SkinnyTuning(32, 128, 2, 4, 4), SkinnyTuning(32, 128, 2, 4, 4), None),
-    (28672, 4096): (SkinnyTuning(16, 256, 1, 4, 3, "vector"), SkinnyTuning(64, 256, 1, 4, 3), SkinnyTuning(64, 256, 1, 4, 3), None),
-    (4096, 14336): (SkinnyTuning(8, 512, 1, 4, 3, "vector"), SkinnyTuning(64, 256, 2, 4, 3), SkinnyTuning(32, 128, 2, 4, 4), None),
-    (128256, 4096): (SkinnyTuning(32, 256, 1, 4, 4), SkinnyTuning(32, 256, 1, 4, 4), SkinnyTuning(128, 64, 1, 4, 5), None),
-    (151936, 1024): (SkinnyTuning(64, 128, 1, 4, 4), SkinnyTuning(64, 128, 1, 4, 4), None, None),
-    (4096, 1024): (SkinnyTuning(32, 128, 1, 4, 4), SkinnyTuning(32, 128, 1, 4, 4), SkinnyTuning(32, 128, 1, 4, 4), None),
-    (1024, 2048): (SkinnyTuning(32, 128, 4, 4, 4), SkinnyTuning(32, 128, 4, 4, 4), SkinnyTuning(32, 128, 4, 4, 4), None),
-    (6144, 1024): (SkinnyTuning(32, 128, 1, 4, 4), SkinnyTuning(32, 128, 1, 4, 4), SkinnyTuning(32, 128, 1, 4, 4), None),
-    (1024, 3072): (SkinnyTuning(32, 128, 4, 4, 4), SkinnyTuning(32, 128, 4, 4, 4), SkinnyTuning(32, 128, 4, 4, 4), None),
+    (6144, 4096): (
+        SkinnyTuning(4, 1024, 1, 4, 3, "vector"),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        None,
+    ),
+    (4096, 4096): (
+        SkinnyTuning(8, 256, 1, 4, 4, "vector"),
+        SkinnyTuning(64, 128, 2, 4, 4, "weights_first"),
+        SkinnyTuning(64, 256, 2, 4, 3, "weights_first"),
+        None,
+    ),
+    (28672, 4096): (
+        SkinnyTuning(16, 256, 1, 4, 3, "vector"),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        SkinnyTuning(128, 64, 1, 4, 5),
+    ),
+    (4096, 14336): (
+        SkinnyTuning(8, 256, 1, 4, 4, "vector"),
+        SkinnyTuning(64, 256, 2, 4, 3, "weights_first"),
+        SkinnyTuning(64, 128, 2, 4, 4, "weights_first"),
+        SkinnyTuning(64, 128, 2, 4, 4),
+    ),
+    (128256, 4096): (
+        SkinnyTuning(16, 256, 1, 4, 3, "vector"),
+        SkinnyTuning(64, 128, 1, 4, 4),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        None,
+    ),
+    (151936, 1024): (SkinnyTuning(8, 512, 1, 4, 3, "vector"), SkinnyTuning(64, 128, 1, 4, 4, "weights_first"), None, None),
+    (4096, 1024): (SkinnyTuning(8, 256, 1, 4, 4, "vector"), SkinnyTuning(32, 128, 1, 4, 4), None, None),
+    (1024, 2048): (
+        SkinnyTuning(4, 1024, 1, 4, 3, "vector"),
+        SkinnyTuning(32, 128, 4, 4, 4),
+        SkinnyTuning(32, 128, 4, 4, 4),
+        SkinnyTuning(32, 128, 4, 4, 4),
+    ),
+    (6144, 1024): (
+        SkinnyTuning(16, 256, 1, 4, 3, "vector"),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
+        None,
+    ),
+    (1024, 3072): (
+        SkinnyTuning(4, 1024, 1, 4, 3, "vector"),
+        SkinnyTuning(32, 128, 4, 4, 4),
+        SkinnyTuning(32, 128, 4, 4, 4),
+        SkinnyTuning(32, 128, 4, 4, 4),
+    ),
 }
