@@ -251,7 +251,7 @@ def test_report_and_executor() -> None:
     assert shape.bytes_per_block == 2 * 2 * 2 * BLOCK * 8 * 4
     assert report.cache_bytes == shape.num_blocks * shape.bytes_per_block
     assert report.weights_bytes > 0
-    assert [p.name for p in report.phases] == ["load", "tables", "memory", "cache", "warm-up"]
+    assert [p.name for p in report.phases] == ["load", "tables", "memory", "cache", "graphs", "warm-up"]
     assert seen[-1][1] == seen[-1][2]
     assert Driver(executor).generate(prompt_of(0, 5), 3)[0]  # type: ignore[arg-type]
     executor.shutdown()
