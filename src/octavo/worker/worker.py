@@ -138,7 +138,8 @@ class Worker:
     def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
         """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
         try:
-            return make_attention(self._config, self._model.layer_specs, size.num_blocks, self._device)
+            attention: AttentionBackend = make_attention(self._config, self._model.layer_specs, size.num_blocks, self._device)
+            return attention
         except (RuntimeError, MemoryError) as e:
             # On a CPU torch has no class of its own for this, only words.
             if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):

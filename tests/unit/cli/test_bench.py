@@ -33,7 +33,8 @@ async def test_one_stream_is_timed() -> None:
     assert sample.error == ""
     assert (sample.prompt_tokens, sample.output_tokens) == (7, 30)  # what the server says, not the number of chunks
     assert sample.ttft >= 0.2
-    assert sample.itl[0] >= 0.1
+    assert sample.ttft + sample.itl[0] >= 0.2 + 0.1  # the gap alone is shorter when the first chunk was read late
+    assert sample.itl[0] > 0
     assert len(sample.itl) == 2
     assert sample.ttft + sum(sample.itl) == pytest.approx(sample.e2el)
     assert sample.tpot == pytest.approx((sample.e2el - sample.ttft) / 29)
