@@ -14,13 +14,14 @@ GPU_PYTHON ?= python3
 GPU_SITE := .gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format unit docs bench gpu-wheels gpu-test gpu-bench clean
+.PHONY: help serve chat setup test lint format unit docs bench sanitize gpu-wheels gpu-test gpu-bench clean
 
 help:
 	@echo "make serve      serve the bundled model on port $(PORT) (PORT=, MODEL=, ARGS=)"
 	@echo "make chat       talk to it in the terminal"
 	@echo "make test       ruff, mypy and pytest"
 	@echo "make lint       ruff and mypy only; make format rewrites"
+	@echo "make sanitize   CPU kernel tests under ASan and UBSan"
 	@echo "make docs       write docs/configuration.md from the code"
 	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=... adds llama.cpp)"
 	@echo "make gpu-test   GPU tests with the python3 that is there; make gpu-bench measures"
@@ -65,6 +66,9 @@ unit: $(VENV)/.test
 docs: $(VENV)/.serve
 	$(BIN)/python -m octavo.cli.docs
 
+sanitize: $(VENV)/.test
+	scripts/sanitize_kernels.sh $(BIN)/python
+
 bench: $(VENV)/.test
 	$(BIN)/octavo models pull
 	$(BIN)/python benchmarks/startup.py
@@ -81,6 +85,8 @@ gpu-test:
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton $(ARGS)
 
 gpu-bench:
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
 
 clean:

@@ -2,7 +2,8 @@
 
 Every sequence must get exactly the tokens it would get alone on an empty machine, whatever is shared, copied, evicted, preempted or
 aborted around it, and however steps are cut and overlapped. After every turn the block accounting is checked; in the end nothing is
-left. OCTAVO_FUZZ_EXAMPLES sets the number of scenarios (default: what a CI run can afford).
+left. OCTAVO_FUZZ_EXAMPLES sets the number of scenarios (default: what a CI run can afford, the same ones each time);
+OCTAVO_FUZZ_NOSHRINK=1 reports a failure as it was found.
 """
 
 from __future__ import annotations

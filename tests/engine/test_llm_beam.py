@@ -21,6 +21,7 @@ SETTINGS = {
     "max_num_seqs": 16,
     "num_gpu_blocks_override": 200,
     "max_model_len": 128,
+    "kv_cache_dtype": "float32",
 }
 
 

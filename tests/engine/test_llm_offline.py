@@ -72,6 +72,8 @@ def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
     assert caught.value.param == "sampling_params"
     with pytest.raises(InvalidRequest, match="priority"):
         llm.generate(["hi", "hi"], priority=[1])
+    with pytest.raises(InvalidRequest, match="priority must be a list"):
+        llm.generate(["hi"], priority=5)  # type: ignore[arg-type]
     assert len(llm.generate(["hi", "hi"], priority=[1, 0])) == 2
 
 
@@ -185,7 +187,16 @@ def test_chat_can_go_on_with_the_last_message(llm: LLM) -> None:
     assert output.prompt.endswith("assistant\nWell")
 
 
-@pytest.mark.parametrize("messages", [[], "hi", None, 3])
+@pytest.mark.parametrize("setting", [{"chat_template": 5}, {"chat_template_kwargs": [1]}, {"tools": "x"}, {"tools": {"a": 1}}])
+def test_chat_settings_of_other_types_are_refused_by_name(llm: LLM, setting: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat([{"role": "user", "content": "hi"}], **setting)
+    assert caught.value.param == next(iter(setting))
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "hi", None, 3, [3], [[3]], [[]], [{"role": "user", "content": "hi"}, 3], [{"role": "user", "content": "hi"}, "x"]]
+)
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.chat(messages)
@@ -213,6 +224,12 @@ def test_prefix_cache_can_be_reset(llm: LLM) -> None:
     assert llm.generate(prompt)[0].num_cached_tokens
     assert llm.reset_prefix_cache() is True
     assert llm.generate(prompt)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("model", [5, None, ["a"], b"a"])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model must be"):
+        LLM(model)
 
 
 def test_an_unknown_setting_is_named_with_its_neighbour() -> None:

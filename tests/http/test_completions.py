@@ -327,5 +327,9 @@ def test_context_is_filled_not_overrun(server: RunningServer) -> None:
     assert reply["usage"]["completion_tokens"] == 12
 
 
+def test_extra_arguments_of_any_size_are_accepted(server: RunningServer) -> None:
+    assert server.post("/v1/completions", {"prompt": "x", "vllm_xargs": {"a": 10**40, "b": {"c": [None]}}}).status_code == 200
+
+
 def test_request_fields_of_other_servers_are_accepted(server: RunningServer) -> None:
     assert server.post(PATH, {"prompt": "x", "no_such_field": {"a": [1]}, "best_of": 1, "service_tier": "auto"}).status_code == 200

@@ -121,6 +121,9 @@ def test_out_of_vocabulary_ids_with_min_tokens(server: RunningServer) -> None:
         ({"prompt": ["x"] * 100, "n": 200}, "n"),
         ({"prompt": "x", "temperature": 0, "n": 2}, "n"),
         ({"prompt": "x", "min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"prompt": "x", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 2}, "min_tokens"),
+        ({"prompt": "x", "use_beam_search": True, "n": 2, "length_penalty": 1e308}, "length_penalty"),
+        ({"prompt": "x", "use_beam_search": True, "n": 2, "length_penalty": -1e308}, "length_penalty"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

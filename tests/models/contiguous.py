@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from octavo.attention.base import LayerSpec
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
+from octavo.ops.cpu import abi
 from octavo.ops.registry import load_ops
 from tests.support.tiny_models import config_for
 
@@ -40,9 +43,13 @@ class ContiguousAttend:
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def load(path: Path | str, *, ops: str = "cpu", **config: Any) -> Model:
+def load(path: Path | str, *, ops: str = "cpu", int8_activations: bool = False, **config: Any) -> Model:
     """A model on the CPU."""
-    return load_model(config_for(path, **config), load_ops(ops), torch.device("cpu"), lambda *_: None)
+    if ops == "native" and abi.library() is None:
+        pytest.skip("the compiled kernels were not built")
+    resolved = config_for(path, **config)
+    resolved = replace(resolved, device=replace(resolved.device, int8_activations=int8_activations))
+    return load_model(resolved, load_ops(ops), torch.device("cpu"), lambda *_: None)
 
 
 def run(model: Model, ids: Sequence[int], chunks: Sequence[int] | None = None) -> torch.Tensor:

@@ -153,8 +153,9 @@ def test_weights_bytes_are_those_in_memory(tmp_path: Path) -> None:
 # Dummy weights
 
 
-def test_dummy_weights_depend_on_the_seed_only(tiny: Path) -> None:
-    first, again, other = (run(load(tiny, load_format="dummy", seed=s), IDS) for s in (1, 1, 2))
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_dummy_weights_depend_on_the_seed_only(tiny: Path, ops: str) -> None:
+    first, again, other = (run(load(tiny, load_format="dummy", seed=s, ops=ops), IDS) for s in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
 
@@ -253,8 +254,9 @@ def test_gguf_equals_transformers(tmp_path: Path, arch: str, overrides: dict[str
     torch.testing.assert_close(run(load_gguf(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16", "BF16"])
-def test_packed_gguf_is_close(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "F16", "BF16"])
+def test_packed_gguf_is_close(tmp_path: Path, kind: str, ops: str) -> None:
     model = tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16)
     write_gguf(tmp_path / "m.gguf", model, "llama", GGMLQuantizationType[kind])
     with torch.no_grad():
@@ -262,7 +264,23 @@ def test_packed_gguf_is_close(tmp_path: Path, kind: str) -> None:
             if parameter.ndim == 2:
                 packed = gguf.quants.quantize(parameter.numpy(), GGMLQuantizationType[kind])
                 parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, GGMLQuantizationType[kind])))
-    torch.testing.assert_close(run(load_gguf(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run(load_gguf(tmp_path / "m.gguf", ops=ops), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 5), ("Q8_0", 8.5), ("F16", 16)])
+def test_gguf_stays_packed_for_native_kernels(tmp_path: Path, kind: str, bits: float) -> None:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16)
+    write_gguf(tmp_path / "m.gguf", model, "llama", GGMLQuantizationType[kind])
+    loaded = load_gguf(tmp_path / "m.gguf", ops="native")
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert loaded.weights_bytes == matrices * bits / 8 + sum(p.nbytes for p in model.parameters() if p.ndim == 1)
+
+
+def test_native_weights_are_as_wide_as_the_checkpoint(tmp_path: Path) -> None:
+    tiny_model("llama", intermediate_size=64).to(torch.bfloat16).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors").values()
+    matrices, vectors = ([p for p in stored if p.ndim == n] for n in (2, 1))
+    assert load(tmp_path, ops="native").weights_bytes == sum(p.nbytes for p in matrices) + 2 * sum(p.nbytes for p in vectors)
 
 
 def test_gguf_with_rotary_divisors(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def expected_logits(reference: Any, ids: list[int]) -> torch.Tensor:
         return reference(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.parametrize("ops", ["cpu", "reference"])
+@pytest.mark.parametrize("ops", ["cpu", "reference", "native"])
 def test_prefill_equals_transformers(case: tuple[Any, Path], ops: str) -> None:
     reference, folder = case
     expected = expected_logits(reference, IDS)
@@ -71,9 +71,10 @@ def test_prefill_equals_transformers(case: tuple[Any, Path], ops: str) -> None:
     torch.testing.assert_close(run(load(folder, ops=ops), IDS), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_chunked_prefill_and_decode_equal_transformers(case: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_chunked_prefill_and_decode_equal_transformers(case: tuple[Any, Path], ops: str) -> None:
     reference, folder = case
-    logits = run(load(folder), IDS, chunks=[11, 1, 16, 7, 1, 1, 1, 1, 1])
+    logits = run(load(folder, ops=ops), IDS, chunks=[11, 1, 16, 7, 1, 1, 1, 1, 1])
     torch.testing.assert_close(logits, expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
 
 
@@ -112,11 +113,12 @@ def test_config_in_the_older_format(tmp_path: Path) -> None:
     torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("ops", ["cpu", "native"])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_half_precision_checkpoint_runs_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
+def test_half_precision_checkpoint_runs_in_float32(tmp_path: Path, stored: torch.dtype, ops: str) -> None:
     save_tiny(tmp_path, "llama").to(stored).save_pretrained(tmp_path)
     reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    torch.testing.assert_close(run(load(tmp_path), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run(load(tmp_path, ops=ops), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

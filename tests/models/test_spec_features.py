@@ -11,10 +11,12 @@ import transformers
 
 from octavo.layers.rope import RopeSpec
 from octavo.models.assembly import Assembly
-from octavo.models.decoder import Decoder
+from octavo.models.compiled import build_decoder
+from octavo.models.decoder import Model
 from octavo.models.families.base import DECODER_WEIGHTS, Target
 from octavo.models.spec import MlpSpec, ModelSpec
-from octavo.ops.registry import load_ops
+from octavo.ops.cpu import abi
+from octavo.ops.registry import Ops, load_ops
 from octavo.weights.stored import StoredTensor
 from tests.models.contiguous import run
 from tests.support.tiny_models import SIZES
@@ -22,12 +24,18 @@ from tests.support.tiny_models import SIZES
 IDS = list(range(5, 30))
 
 
-def build(spec: ModelSpec, targets: Mapping[str, Target], tensors: Mapping[str, torch.Tensor]) -> Decoder:
-    ops = load_ops("cpu")
+@pytest.fixture(params=["cpu", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    if request.param == "native" and abi.library() is None:
+        pytest.skip("the compiled kernels were not built")
+    return load_ops(request.param)
+
+
+def build(spec: ModelSpec, targets: Mapping[str, Target], tensors: Mapping[str, torch.Tensor], ops: Ops) -> Model:
     assembly = Assembly(spec, targets, ops, torch.float32, torch.device("cpu"))
     for name, tensor in tensors.items():
         assembly.add(StoredTensor(name, tuple(tensor.shape), tensor.nbytes, "memory", lambda out, t=tensor: out.copy_(t)))
-    return Decoder(spec, assembly.finish(), ops, max_length=64)
+    return build_decoder(spec, assembly.finish(), ops, max_length=64)
 
 
 def randomised(model: Any) -> Any:
@@ -56,7 +64,7 @@ def shared(config: Any, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_gemma2_norms_on_both_sides_soft_caps_and_alternating_windows() -> None:
+def test_gemma2_norms_on_both_sides_soft_caps_and_alternating_windows(ops: Ops) -> None:
     config = transformers.Gemma2Config(
         **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, sliding_window=6
     )
@@ -85,10 +93,10 @@ def test_gemma2_norms_on_both_sides_soft_caps_and_alternating_windows() -> None:
     }
     expected = logits_of(model)
     assert expected.std() > 0.1
-    torch.testing.assert_close(run(build(spec, targets, model.state_dict()), IDS), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run(build(spec, targets, model.state_dict(), ops), IDS), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_granite_multipliers() -> None:
+def test_granite_multipliers(ops: Ops) -> None:
     config = transformers.GraniteConfig(
         **{k: v for k, v in SIZES.items() if k != "head_dim"},
         embedding_multiplier=3.0,
@@ -110,11 +118,11 @@ def test_granite_multipliers() -> None:
     )
     model_logits = logits_of(model)
     assert model_logits.std() > 0.1
-    torch.testing.assert_close(run(build(spec, DECODER_WEIGHTS, model.state_dict()), IDS), model_logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run(build(spec, DECODER_WEIGHTS, model.state_dict(), ops), IDS), model_logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rotary_dim", [4, 8])
-def test_norms_after_the_blocks_and_partial_rotation(rotary_dim: int) -> None:
+def test_norms_after_the_blocks_and_partial_rotation(rotary_dim: int, ops: Ops) -> None:
     """OLMo 2's placement, against a plain forward pass written out here (its QK-norm, over all heads at once, is left out)."""
     heads, head_dim, hidden, inner = 2, 8, 16, 24
     spec = ModelSpec(
@@ -170,4 +178,4 @@ def test_norms_after_the_blocks_and_partial_rotation(rotary_dim: int) -> None:
         inner_out = torch.nn.functional.gelu(gate) * up
         x = x + norm(inner_out @ w[f"{prefix}mlp.down_proj.weight"].double().T, f"{prefix}post_feedforward_layernorm.weight")
     expected = norm(x, "model.norm.weight") @ w["lm_head.weight"].double().T
-    torch.testing.assert_close(run(build(spec, targets, w), ids), expected.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run(build(spec, targets, w, ops), ids), expected.float(), atol=1e-4, rtol=1e-4)

@@ -11,11 +11,12 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from octavo.cli.files import check_output
 from octavo.cli.flags import add_engine_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
@@ -100,8 +101,9 @@ def run(options: Namespace) -> int:
         prompts = list(read_prompts(iter([first, *lines] if first else lines), json_lines=json_lines))
     if not prompts:
         raise ConfigError(f"{source}: there is no prompt in it.")
-    with open(target, "w", encoding="utf-8") if target != "-" else nullcontext(sys.stdout) as out:
-        failed = asyncio.run(_generate(args, prompts, defaults, getattr(options, "concurrency", 256), out))
+    if target != "-":
+        check_output(Path(target), Path(source))
+    failed = asyncio.run(_generate(args, prompts, defaults, getattr(options, "concurrency", 256), target))
     return int(failed == len(prompts))
 
 
@@ -114,8 +116,15 @@ def _open(path: str) -> Any:
         raise ConfigError(f"{path}: {e.strerror or e}.") from None
 
 
-async def _generate(args: Any, prompts: list[PromptLine], defaults: dict[str, Any], concurrency: int, out: TextIO) -> int:
-    """Write a line for each prompt, in order. Returns how many failed."""
+def _create(path: str) -> AbstractContextManager[TextIO]:
+    return nullcontext(sys.stdout) if path == "-" else Path(path).open("w", encoding="utf-8")
+
+
+async def _generate(args: Any, prompts: list[PromptLine], defaults: dict[str, Any], concurrency: int, target: str) -> int:
+    """Write a line for each prompt, in order. Returns how many failed.
+
+    The output is opened only when the model has loaded: a model that cannot be loaded costs nobody the last run's results.
+    """
     from octavo.frontend.async_llm import AsyncLLM
 
     failed = 0
@@ -126,7 +135,7 @@ async def _generate(args: Any, prompts: list[PromptLine], defaults: dict[str, An
         async def work(line: PromptLine) -> dict[str, Any]:
             return await answer(llm, line, defaults)
 
-        with JobProgress("Prompts", len(prompts)) as progress:
+        with _create(target) as out, JobProgress("Prompts", len(prompts)) as progress:
             async for result in _in_order(run_jobs(prompts, work, concurrency), [p.index for p in prompts]):
                 failed += "error" in result
                 tokens = sum(len(o["token_ids"]) for o in result.get("outputs", ()))

@@ -68,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
         return any(action.dest == dest for action in self._actions)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
+        raise UsageError(_plain(message.removeprefix("argument ")))
 
     def parse(self, argv: Sequence[str]) -> Namespace:
         """Parse the arguments after the command's name.
@@ -119,6 +119,15 @@ class CommandParser(argparse.ArgumentParser):
             else:
                 tokens.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
         return tokens
+
+
+def _plain(message: str) -> str:
+    """argparse's complaint about `--switch=true`, in other words."""
+    flags, found, value = message.partition(": ignored explicit argument ")
+    if not found:
+        return message
+    on, _, off = flags.partition("/")
+    return f"{on} is a switch and takes no value, got {value}. Write {on}{f', or {off} to turn it off' if off.startswith('--no-') else ''}."
 
 
 def _dashes(argv: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.cli.files import check_output
 from octavo.cli.flags import add_engine_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
@@ -64,6 +65,7 @@ def run(options: Namespace) -> int:
         raise UsageError("run-batch needs an input and an output file: octavo run-batch -i requests.jsonl -o replies.jsonl.")
     lines = read_batch(Path(options.input))
     output = Path(options.output)
+    check_output(output, Path(options.input))
     done = finished_ids(output)
     todo = [line for line in lines if line.custom_id not in done]
     if len(todo) < len(lines):

@@ -140,6 +140,18 @@ class EngineArgs:
     # Execution
     device: str = setting("auto", "Where to run.", group="execution", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(None, "CPU threads. Default: the cores this process may use.", group="execution")
+    cpu_kernels: str = setting(
+        "auto",
+        "Kernels for float32 models on a CPU: native (compiled with Octavo) or torch. auto: native where they were built.",
+        group="execution",
+        choices=("auto", "native", "torch"),
+    )
+    cpu_activations: str = setting(
+        "int8",
+        "What the native kernels multiply 4- and 8-bit weights with: activations rounded to int8 in groups of 32, or float32 (slower).",
+        group="execution",
+        choices=("int8", "float32"),
+    )
     enforce_eager: bool = setting(False, "No graph capture.", group="execution")
     tensor_parallel_size: int = setting(1, "GPUs that share each layer.", group="execution", short="tp", status="not yet")
     pipeline_parallel_size: int = setting(

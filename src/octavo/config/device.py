@@ -51,6 +51,18 @@ def usable_cores() -> int:
     return max(1, min(cores, quota) if quota else cores)
 
 
+def native_kernels_path() -> str | None:
+    """The library of compiled CPU kernels, if it was built and can be loaded."""
+    folder = Path(__file__).parents[1] / "ops" / "cpu"
+    for path in sorted(folder.glob("_native*.so")):
+        try:
+            ctypes.CDLL(str(path))
+        except OSError:
+            continue
+        return str(path)
+    return None
+
+
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of host memory, within the cgroup's limit if there is one."""
     import psutil
@@ -66,7 +78,8 @@ def host_memory() -> tuple[int, int]:
 def _cpu(threads: int) -> DeviceInfo:
     total, available = host_memory()
     kind: Literal["cpu"] = "cpu"
-    return DeviceInfo(kind=kind, name=_cpu_name(), total_bytes=total, free_bytes=available, threads=threads)
+    native = native_kernels_path() is not None
+    return DeviceInfo(kind=kind, name=_cpu_name(), total_bytes=total, free_bytes=available, threads=threads, native_kernels=native)
 
 
 def _cpu_name() -> str:

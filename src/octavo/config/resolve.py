@@ -58,10 +58,11 @@ def resolve(
     """
     warnings = _check(args)
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings)
+    device = _kernels(args, model, device, warnings)
     scheduler = _scheduler(args, model, device, warnings)
     return EngineConfig(
         model=model,
-        cache=_cache(args, model),
+        cache=_cache(args, model, device),
         scheduler=scheduler,
         device=device,
         parallel=ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size),
@@ -100,7 +101,10 @@ def _whole(args: EngineArgs, name: str, minimum: int = 1, maximum: int | None = 
     if value is None:
         return None
     if isinstance(value, str):
-        value = parse_size(value)
+        try:
+            value = parse_size(value)
+        except ConfigError as e:
+            raise ConfigError(f"{_flag(name)}: {e}") from None
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{_flag(name)} must be a whole number, got {value!r}.")
     if value < minimum or (maximum is not None and value > maximum):
@@ -197,7 +201,24 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
     return dtype
 
 
-def _cache(args: EngineArgs, model: ModelConfig) -> CacheConfig:
+def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> DeviceInfo:
+    """The device with the choice of CPU kernels made."""
+    usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch"
+    if usable and not device.native_kernels:
+        if args.cpu_kernels == "native":
+            raise ConfigError(
+                "--cpu-kernels native: they were not built. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch."
+            )
+        if device.native_kernels is False:
+            warnings.append(
+                "The compiled CPU kernels are missing (was there no C++ compiler when Octavo was installed?): "
+                "running on torch's, which are several times slower."
+            )
+    native = usable and bool(device.native_kernels)
+    return dataclasses.replace(device, native_kernels=native, int8_activations=args.cpu_activations == "int8")
+
+
+def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheConfig:
     block_size = _whole(args, "block_size", maximum=256)
     utilization = _positive(args, "gpu_memory_utilization", maximum=1.0)
     assert block_size is not None and utilization is not None
@@ -209,9 +230,16 @@ def _cache(args: EngineArgs, model: ModelConfig) -> CacheConfig:
         memory_utilization=utilization,
         memory_bytes=memory,
         num_blocks_override=_whole(args, "num_gpu_blocks_override", minimum=2),
-        dtype=model.dtype if args.kv_cache_dtype == "auto" else _DTYPES[args.kv_cache_dtype],
+        dtype=_cache_dtype(args, model, device),
         prefix_caching=args.enable_prefix_caching,
     )
+
+
+def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> DTypeName:
+    if args.kv_cache_dtype != "auto":
+        return _DTYPES[args.kv_cache_dtype]
+    # Reading the cache bounds decoding on a CPU, and the compiled kernels convert while they read.
+    return "float16" if device.native_kernels else model.dtype
 
 
 def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> SchedulerConfig:

@@ -19,6 +19,10 @@ class DeviceInfo:
     threads: int
     capability: tuple[int, int] = (0, 0)
     """CUDA compute capability."""
+    native_kernels: bool | None = None
+    """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
+    int8_activations: bool = True
+    """The compiled kernels round the inputs of layers with 4- and 8-bit weights to 8 bits."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from octavo.core.request import Request
 from octavo.protocol.step import Bool, Int32
 
+Slots = npt.NDArray[np.intp]
+"""Slot numbers as numpy indexes fastest."""
+
 STOP_COLUMNS = 8
 NO_STEP = -1
 
@@ -114,17 +117,18 @@ class Batch:
         request.slot = -1
         self.requests[slot] = None
         self.running[slot] = self.live[slot] = False
+        self.known[slot] = self.scheduled[slot] = 0
         self._free.append(slot)
         self._left.append(slot)
 
     def take_left(self) -> Int32:
-        """Slots freed since the last call."""
+        """Slots freed since the last call, each once."""
         left, self._left = self._left, []
-        return np.array(left, np.int32)
+        return np.array(list(dict.fromkeys(left)), np.int32)
 
     def announce_again(self, slots: Int32) -> None:
         """The plan that carried `slots` never reached the workers."""
-        self._left = list(dict.fromkeys([*slots.tolist(), *self._left]))
+        self._left = [*slots.tolist(), *self._left]
 
     def occupant(self, slot: int) -> Request:
         """The request in `slot`.

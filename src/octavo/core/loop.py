@@ -100,6 +100,7 @@ class EngineCore:
             return self.scheduler.plan(self._next_step, now, len(self._flights))
         except Exception as error:
             logger.exception("Planning a step failed; the running requests end with an error.")
+            self._forget_step(self._next_step)
             for request in self.batch.requests:
                 if request is not None:
                     self.life.fail(request, f"The engine could not plan a step: {error}.")
@@ -111,19 +112,19 @@ class EngineCore:
             self.executor.submit(plan)
         except Exception as error:
             logger.exception("Step %d could not be launched.", plan.step_id)
-            self._never_ran(plan, error)
+            self._forget_step(plan.step_id)
+            self.batch.announce_again(plan.free_slots)
+            self.settler.fail_step(plan, f"The engine failed while computing this request: {error}.")
+            self.life.settle(self.life.settled_step)
             return
         self._flights.append(Flight(plan, now))
 
-    def _never_ran(self, plan: StepPlan, error: Exception) -> None:
-        """What was to wait for this step waits for the newest one that is in flight instead, or for nothing."""
+    def _forget_step(self, step: int) -> None:
+        """Step `step` will never run: what was to wait for it waits for the newest step in flight instead, or for nothing."""
         fence = self._flights[-1].plan.step_id if self._flights else self.life.settled_step
         last = self.batch.last_step
-        last[last == plan.step_id] = fence
-        self.kv.lower_fence(plan.step_id, fence)
-        self.batch.announce_again(plan.free_slots)
-        self.settler.fail_step(plan, f"The engine failed while computing this request: {error}.")
-        self.life.settle(self.life.settled_step)
+        last[last == step] = fence
+        self.kv.lower_fence(step, fence)
 
     def _settle(self) -> list[TokenDelta]:
         flight = self._flights.popleft()
@@ -141,7 +142,7 @@ class EngineCore:
                 deltas = self.settler.settle(plan, result, now)
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
-                self._fail_all(plan, f"The engine failed on the result of this request: {error}.")
+                self.settler.fail_rows(plan, f"The engine failed on the result of this request: {error}.")
             if self.scheduler.config.target_step_ms is not None:
                 seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
                 self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)
@@ -149,12 +150,6 @@ class EngineCore:
         self._last_tokens = plan.num_tokens
         self._last_time = time.monotonic()
         return deltas
-
-    def _fail_all(self, plan: StepPlan, message: str) -> None:
-        for slot in plan.slots.tolist():
-            request = self.batch.requests[slot]
-            if request is not None and self.batch.live[slot]:
-                self.life.fail(request, message)
 
     def _watch(self, planned: bool) -> None:
         """Work that can never be scheduled would spin for ever: after a few turns, give up the request at its head."""
@@ -201,5 +196,5 @@ class EngineCore:
     def wasted_tokens(self) -> int:
         """Room in used blocks that holds no token. Only the last block of a sequence has any, and nobody shares that one."""
         kv, batch = self.kv, self.batch
-        room = int(kv.lengths.sum()) * kv.block_size - int(batch.scheduled[kv.lengths > 0].sum())
+        room = int(kv.lengths.sum()) * kv.block_size - int(batch.scheduled.sum())
         return room + sum(len(r.run.blocks) * kv.block_size - r.run.length for r in self.life.held if r.run is not None)

@@ -24,6 +24,9 @@ Lane = int | str
 class Policy(Protocol):
     """Ordering of requests. `enter` and `leave` bracket a request's life in the core."""
 
+    charges: bool
+    """Whether it wants to be told what was computed for whom (`charge`)."""
+
     def enter(self, request: Request) -> None: ...
 
     def leave(self, request: Request) -> None: ...
@@ -42,6 +45,8 @@ class Policy(Protocol):
 
 class Fcfs:
     """First come, first served."""
+
+    charges = False
 
     def enter(self, request: Request) -> None:
         pass
@@ -81,6 +86,8 @@ class FairShare:
     A virtual token counter (Sheng et al. 2024, "Fairness in Serving Large Language Models"): a key that becomes active is lifted to
     the least-served active key, so that idling earns no credit, and a key that went idle keeps its debt.
     """
+
+    charges = True
 
     def __init__(self) -> None:
         self._columns: dict[str, int] = {}

@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.config.types import SchedulerConfig
-from octavo.core.batch import Batch
+from octavo.core.batch import Batch, Slots
 from octavo.core.kv.block_pool import NULL_BLOCK, OutOfBlocks
 from octavo.core.kv.manager import KVManager, Match
+from octavo.core.kv.prefix_tree import common_tokens
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
@@ -37,6 +38,10 @@ CHUNK_FLOOR = 32
 PROMPT_STEP_FACTOR = 4.0
 """A step of prompts alone may last this many times the target: nobody's stream waits for it, but newcomers and aborts do."""
 MOST_EVICTIONS = 3
+UNDERWAY_BLOCKS = 2
+"""A request waits for blocks of its prefix that another one is computing if there are at least this many."""
+UNDERWAY_STEPS = 4
+"""And if they will be there within about this many steps: requests behind it wait as well."""
 
 
 @dataclass
@@ -69,11 +74,20 @@ class Draft:
     """A plan in the making. Rows after the decodes: (slot, start, count, sample)."""
 
     step: int
-    decodes: Int32
+    decodes: Slots = field(default_factory=lambda: np.empty(0, np.intp))
+    grown: Int32 | None = None
+    """[3, n]: slot, index, block of the table entries that decodes got."""
     rows: list[tuple[int, int, int, bool]] = field(default_factory=list)
     init: list[SlotInit] = field(default_factory=list)
     diffs: list[tuple[int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def table_diffs(self) -> Int32:
+        """[3, n]: slot, index, block of every new table entry of a request that is in the batch already."""
+        if not self.diffs:
+            return np.empty((3, 0), np.int32) if self.grown is None else self.grown
+        diffs = np.array(self.diffs, np.int32).T
+        return np.ascontiguousarray(diffs if self.grown is None else np.concatenate([self.grown, diffs], axis=1))
 
     @property
     def empty(self) -> bool:
@@ -108,11 +122,11 @@ class Scheduler:
             in_flight: steps launched and not settled yet.
         """
         self._promised, self._swept = 0, False
-        draft = Draft(step, np.empty(0, np.int32))
-        budget = self.config.max_num_batched_tokens
-        self._plan_decodes(draft, self._decode_budget(), in_flight)
-        prompts = self._prompt_budget(draft, budget - len(draft.decodes))
-        computing = self._computing(draft)
+        draft = Draft(step)
+        rest = self.batch.known - self.batch.scheduled
+        computing = self._computing(rest)
+        self._plan_decodes(draft, rest, self._decode_budget(bool(computing)), in_flight)
+        prompts = self._prompt_budget(draft, self.config.max_num_batched_tokens - len(draft.decodes))
         contended = len(computing) > 1 or (bool(computing) and len(self.queue) > 0)
         self._turn += contended
         if contended and self._turn % 2:
@@ -126,18 +140,18 @@ class Scheduler:
 
     # Decodes
 
-    def _decode_budget(self) -> int:
+    def _decode_budget(self, computing: bool) -> int:
         """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait."""
         budget = self.config.max_num_batched_tokens
-        prompts = len(self.queue) > 0 or bool((self.batch.running & (self.batch.known - self.batch.scheduled > 1)).any())
+        prompts = computing or len(self.queue) > 0
         return max(1, budget - max(1, budget // 4)) if prompts and budget < self.batch.max_seqs else budget
 
-    def _plan_decodes(self, draft: Draft, budget: int, in_flight: int) -> None:
+    def _plan_decodes(self, draft: Draft, rest: Int32, budget: int, in_flight: int) -> None:
         batch = self.batch
-        ready = batch.running & (batch.known - batch.scheduled == 1) & (batch.known < batch.limit)
+        ready = batch.running & (rest == 1) & (batch.known < batch.limit)
         if in_flight:
             ready &= ~(batch.synchronous & (batch.in_flight > 0))
-        slots: Int32 = np.flatnonzero(ready).astype(np.int32)
+        slots = np.flatnonzero(ready)
         if len(slots) > budget:
             oldest = np.argsort(batch.last_step[slots], kind="stable")[:budget]
             slots = np.sort(slots[oldest])
@@ -152,11 +166,11 @@ class Scheduler:
                 grown[growing] = True
                 slots = slots[batch.running[slots] & (~full | grown[slots])]
             index = self.kv.lengths[growing] - 1
-            draft.diffs.extend(zip(growing.tolist(), index.tolist(), self.kv.table[growing, index].tolist(), strict=True))
+            draft.grown = np.stack([growing, index, self.kv.table[growing, index]]).astype(np.int32)
         draft.decodes = slots
         batch.last_step[slots] = draft.step
 
-    def _grow_under_pressure(self, slots: Int32, step: int, in_flight: int) -> Int32:
+    def _grow_under_pressure(self, slots: Slots, step: int, in_flight: int) -> Slots:
         """One more block for as many of `slots` as possible, most important first. Returns those that got one."""
         requests = sorted((self.batch.occupant(int(slot)) for slot in slots), key=self._keep_key)
         grown = []
@@ -165,11 +179,11 @@ class Scheduler:
                 continue
             try:
                 if self._make_room(request, step, in_flight):
-                    self.kv.extend_each(np.array([request.slot], np.int32))
+                    self.kv.extend(request.slot, (int(self.kv.lengths[request.slot]) + 1) * self.kv.block_size)
                     grown.append(request)
             except Exception as error:
                 self._planning_failed(request, error)
-        return np.array(sorted(r.slot for r in grown if r.state is RequestState.RUNNING), np.int32)
+        return np.array(sorted(r.slot for r in grown if r.state is RequestState.RUNNING), np.intp)
 
     # Prompts
 
@@ -188,10 +202,9 @@ class Scheduler:
         tokens = min(tokens, max(most, CHUNK_FLOOR))
         return PromptBudget(tokens, seconds, CHUNK_FLOOR, self.step_time, tokens)
 
-    def _computing(self, draft: Draft) -> list[Request]:
+    def _computing(self, rest: Int32) -> list[Request]:
         """Admitted requests whose prompt is not computed yet: the oldest, then the others, shortest rest first."""
         batch = self.batch
-        rest = batch.known - batch.scheduled
         slots = np.flatnonzero(batch.running & (rest > 1))
         if not len(slots):
             return []
@@ -263,20 +276,30 @@ class Scheduler:
             return False
         reserve, most = self._expected_blocks(request)
         match = self._find_match(request)
+        if not alone and self._underway(request, match, budget):
+            return False
         if reserve - len(match.blocks) > room - kv.num_idle(match):
             if not alone:
                 self._refused = request, room
                 return False
+            # A lone request is admitted in any case; held blocks go first, except those it forks from.
             source = self.life.fork_source(request)
             while reserve - len(match.blocks) > kv.available - kv.num_idle(match) and self.life.give_up_held(source):
                 pass
         self._refused = None
+        return self._seat(draft, request, match, (reserve, most), budget, now, in_flight)
+
+    def _seat(
+        self, draft: Draft, request: Request, match: Match, blocks: tuple[int, int], budget: PromptBudget, now: float, in_flight: int
+    ) -> bool:
+        """Give `request` a slot behind the tokens of `match`, and plan its first chunk."""
+        kv, batch = self.kv, self.batch
         known, start = len(request.tokens), match.num_tokens
         count = self._chunk(request, budget, start, known - start)
         if count <= 0:
             return False
         shared = len(match.blocks) * kv.block_size
-        slot = batch.seat(request, start, shared, reserve, most)
+        slot = batch.seat(request, start, shared, *blocks)
         kv.attach(slot, match)
         fits = len(match.blocks) + kv.available - int(match.tail_block != NULL_BLOCK and kv.num_idle(match))
         if match.tail_block != NULL_BLOCK and fits <= len(match.blocks):
@@ -316,16 +339,38 @@ class Scheduler:
             raise RuntimeError("the KV cache has no free block though nothing runs")
         return False
 
+    @staticmethod
+    def _reads_no_cache(request: Request) -> bool:
+        return bool(request.sampling.skip_reading_prefix_cache) or (request.wants_prompt_logprobs and not request.delivered)
+
     def _find_match(self, request: Request) -> Match:
         most = len(request.tokens) - 1
         source = self.life.fork_source(request)
         forked = self.kv.match_run(source, request.tokens, most) if source is not None else Match()
-        if request.sampling.skip_reading_prefix_cache or (request.wants_prompt_logprobs and not request.delivered):
+        if self._reads_no_cache(request):
             return forked if not request.wants_prompt_logprobs else Match()
         if forked.num_tokens >= most:
             return forked
         cached = self.kv.match_cached(request.tokens, request.extra_key, most)
         return cached if cached.num_tokens > forked.num_tokens else forked
+
+    def _underway(self, request: Request, match: Match, budget: PromptBudget) -> bool:
+        """Whether a running prompt is about to finish computing more of `request`'s prefix than is cached: waiting a step or a few
+        for it beats computing the same blocks twice. So a burst of requests behind one system prompt computes it once."""
+        if not self.kv.prefix_caching or self._reads_no_cache(request):
+            return False
+        batch, size = self.batch, self.kv.block_size
+        data = request.tokens.tobytes()
+        for slot in np.flatnonzero(batch.running & batch.fresh).tolist():
+            leader = batch.occupant(slot)
+            if leader.extra_key != request.extra_key or leader.tokens[:size] != request.tokens[:size] or self.kv.is_closed(slot):
+                continue
+            common = min(common_tokens(leader.tokens[: leader.num_prompt].tobytes(), data), len(request.tokens) - 1) // size * size
+            ahead = common - int(batch.scheduled[slot])
+            pending = batch.settled[slot] < common and ahead <= UNDERWAY_STEPS * budget.whole
+            if pending and common - match.num_tokens >= UNDERWAY_BLOCKS * size:
+                return True
+        return False
 
     def _expected_blocks(self, request: Request) -> tuple[int, int]:
         """(blocks the request will probably need, blocks it can need at most). The last token of a sequence needs no KV."""
@@ -390,31 +435,31 @@ class Scheduler:
         slots, start = draft.decodes, batch.scheduled[draft.decodes]
         count: Int32 = np.ones(len(slots), np.int32)
         sample: npt.NDArray[np.bool_] = np.ones(len(slots), np.bool_)
-        batch.scheduled[slots] += 1
+        batch.scheduled[slots] = start + 1
         batch.known[slots] += 1
         if rows:
-            more = np.array([row[:3] for row in rows], np.int32).reshape(-1, 3)
+            more = np.array([row[:3] for row in rows], np.int32)
             samples = np.array([row[3] for row in rows], np.bool_)
             batch.scheduled[more[:, 0]] = more[:, 1] + more[:, 2]
             batch.known[more[:, 0]] += samples
             slots, start = np.concatenate([slots, more[:, 0]]), np.concatenate([start, more[:, 1]])
             count, sample = np.concatenate([count, more[:, 2]]), np.concatenate([sample, samples])
         batch.in_flight[slots] += 1
-        diffs = np.array(draft.diffs, np.int32).reshape(-1, 3)
-        copies = np.array(draft.copies, np.int32).reshape(-1, 2)
+        table_slots, table_index, table_blocks = draft.table_diffs()
+        copy_src, copy_dst = np.array(draft.copies, np.int32).T.copy() if draft.copies else np.empty((2, 0), np.int32)
         return StepPlan(
             step_id=draft.step,
             init=draft.init,
             free_slots=batch.take_left(),
-            slots=slots,
+            slots=slots.astype(np.int32),
             start=start,
             count=count,
             sample=sample,
-            table_slots=diffs[:, 0].copy(),
-            table_index=diffs[:, 1].copy(),
-            table_blocks=diffs[:, 2].copy(),
-            copy_src=copies[:, 0].copy(),
-            copy_dst=copies[:, 1].copy(),
+            table_slots=table_slots,
+            table_index=table_index,
+            table_blocks=table_blocks,
+            copy_src=copy_src,
+            copy_dst=copy_dst,
             num_tokens=int(count.sum()),
             max_context=int((start + count).max()),
         )

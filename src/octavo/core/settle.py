@@ -10,17 +10,19 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from octavo.core.batch import STOP_COLUMNS, Batch
+from octavo.core.batch import Batch, Slots
 from octavo.core.kv.manager import KVManager
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy
 from octavo.core.request import Request, without_prompt_logprobs
 from octavo.protocol.engine import FinishReason, LogprobRow, TokenDelta
-from octavo.protocol.step import Int32, StepPlan, StepResult
+from octavo.protocol.step import Bool, Int32, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+PUBLISH_BLOCKS = 4
+"""Output blocks a running request shares at a time. The rest follows when it ends."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +46,37 @@ class Settler:
     def settle(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenDelta]:
         """Account for `result`. Requests that ended in the meantime ignore theirs."""
         batch = self.batch
-        slots, sampled = plan.slots, plan.slots[plan.sample]
+        slots = plan.slots.astype(np.intp)
         batch.in_flight[slots] -= 1
-        self._fail_rows(plan, result)
+        self._apply_errors(plan, result)
         live = batch.live[slots]
-        computed = plan.start + plan.count
-        if live.all():
-            batch.settled[slots] = computed
-            self.policy.charge(batch.share[slots], plan.count)
-        else:
-            batch.settled[slots[live]] = computed[live]
-            self.policy.charge(batch.share[slots[live]], plan.count[live])
-        for slot, rows in (result.prompt_logprobs or {}).items():
+        rows = slice(None) if live.all() else live
+        batch.settled[slots[rows]] = (plan.start + plan.count)[rows]
+        if self.policy.charges:
+            self.policy.charge(batch.share[slots[rows]], plan.count[rows])
+        for slot, scored in (result.prompt_logprobs or {}).items():
             request = batch.requests[slot]
             if request is not None and batch.live[slot] and request.wants_prompt_logprobs:
-                request.prompt_rows.extend(rows)
-        rows_of = self._tokens(plan, result, sampled)
-        deltas = self._deliver(*rows_of, result.logprobs, now) if len(rows_of[0]) else []
-        self._publish(plan)
+                request.prompt_rows.extend(scored)
+        answered, tokens = self._tokens(result, slots[plan.sample])
+        deltas = self._deliver(answered, tokens, result.logprobs, now) if len(answered) else []
+        if self.kv.prefix_caching:
+            self._publish(plan, slots)
         return deltas
 
     def fail_step(self, plan: StepPlan, message: str) -> None:
         """The step could not be computed: every request in it ends with `message`."""
         self.batch.in_flight[plan.slots] -= 1
+        self.fail_rows(plan, message)
+
+    def fail_rows(self, plan: StepPlan, message: str) -> None:
+        """End every request of the step with `message`."""
         for slot in plan.slots.tolist():
             request = self.batch.requests[slot]
             if request is not None and self.batch.live[slot]:
                 self.life.fail(request, message)
 
-    def _fail_rows(self, plan: StepPlan, result: StepResult) -> None:
+    def _apply_errors(self, plan: StepPlan, result: StepResult) -> None:
         if not result.errors:
             return
         in_step = set(plan.slots.tolist())
@@ -81,10 +85,14 @@ class Settler:
             if request is not None and self.batch.live[slot]:
                 self.life.fail(request, message)
 
-    def _tokens(self, plan: StepPlan, result: StepResult, sampled: Int32) -> tuple[Int32, Int32]:
-        """(slots, tokens) of the live rows that got a token. Rows that lack one are dealt with here."""
-        batch, slots, tokens = self.batch, result.slots, result.tokens
-        if result.counts is None and np.array_equal(slots, sampled):
+    def _tokens(self, result: StepResult, sampled: Slots) -> tuple[Slots, Int32]:
+        """(slots, tokens) of the live rows that got a token. Rows that lack one are dealt with here.
+
+        Args:
+            sampled: the slots for which there should be a token, in order.
+        """
+        batch, slots, tokens = self.batch, sampled, result.tokens
+        if result.counts is None and len(result.slots) == len(sampled) and (result.slots == sampled).all():
             good = batch.live[slots] & (tokens >= 0)
             if good.all():
                 return slots, tokens
@@ -97,14 +105,14 @@ class Settler:
                 self.life.fail(batch.occupant(slot), "The engine returned no token for this request.")
         return slots, tokens
 
-    def _uneven(self, result: StepResult) -> tuple[Int32, Int32]:
+    def _uneven(self, result: StepResult) -> tuple[Slots, Int32]:
         """The rows with one token, of a result in which rows may have yielded none (their step is planned again) or several.
 
         Both need a request with no later step in flight, which only a synchronous one guarantees; several also need KV for each,
         which no plan of this scheduler provides. A row that breaks this ends with an error.
         """
         if result.counts is None:
-            return result.slots, result.tokens
+            return result.slots.astype(np.intp), result.tokens
         batch, counts = self.batch, result.counts
         first = np.cumsum(counts) - counts
         for slot, count in zip(result.slots.tolist(), counts.tolist(), strict=True):
@@ -116,9 +124,9 @@ class Settler:
             batch.known[slot] -= 1
             batch.scheduled[slot] = batch.settled[slot] = batch.known[slot] - 1
         one = counts == 1
-        return result.slots[one], result.tokens[first[one]]
+        return result.slots[one].astype(np.intp), result.tokens[first[one]]
 
-    def _deliver(self, slots: Int32, tokens: Int32, logprobs: dict[int, list[LogprobRow]] | None, now: float) -> list[TokenDelta]:
+    def _deliver(self, slots: Slots, tokens: Int32, logprobs: dict[int, list[LogprobRow]] | None, now: float) -> list[TokenDelta]:
         batch = self.batch
         requests = batch.requests
         owners: list[Request] = [requests[slot] for slot in slots.tolist()]
@@ -145,13 +153,14 @@ class Settler:
                     self._last(owners[row], deltas[row], bool(stopped[row]), now)
         return deltas
 
-    def _ends(self, slots: Int32, tokens: Int32) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    def _ends(self, slots: Slots, tokens: Int32) -> tuple[Bool, Bool]:
         """(rows that end here, rows that end because of their token)."""
         batch = self.batch
         before = batch.total[slots]
         batch.total[slots] = before + 1
-        width = min(batch.stop_width, STOP_COLUMNS)
-        stopped: npt.NDArray[np.bool_] = (batch.stop_ids[slots, :width] == tokens[:, None]).any(axis=1)
+        stopped: Bool = batch.stop_ids[slots, 0] == tokens
+        for column in range(1, batch.stop_width):
+            stopped |= batch.stop_ids[slots, column] == tokens
         many = batch.many_stops[slots]
         if many.any():
             for row in np.flatnonzero(many).tolist():
@@ -164,6 +173,7 @@ class Settler:
         request.delivered = True
         request.first_token_time = now
         delta.num_cached_tokens = request.cached
+        delta.times = request.times()  # a stop string ends a request in the frontend: there may be no last delta
         if request.wants_prompt_logprobs:
             delta.prompt_logprobs = [None, *request.prompt_rows]
             request.prompt_rows = []
@@ -179,13 +189,11 @@ class Settler:
         self.life.finish(request, now)
         delta.times = request.times()
 
-    def _publish(self, plan: StepPlan) -> None:
-        """Share the blocks that are full by now: prompts' at once, those of decodes when it is their slot's turn, so that requests
-        that march in step do not all come at the same time."""
-        if not self.kv.prefix_caching:
-            return
+    def _publish(self, plan: StepPlan, slots: Slots) -> None:
+        """Share the blocks that are full by now: prompts' at once, those of decodes a few at a time, when it is their slot's turn,
+        so that requests that march in step do not all come in the same one."""
         batch, size = self.batch, self.kv.block_size
-        slots = plan.slots[(plan.count > 1) | ((plan.slots + plan.step_id) % size == 0)]
+        slots = slots[(plan.count > 1) | ((slots + plan.step_id) % (PUBLISH_BLOCKS * size) == 0)]
         slots = slots[batch.live[slots] & (batch.settled[slots] // size > self.kv.published[slots])]
         for slot, settled in zip(slots.tolist(), batch.settled[slots].tolist(), strict=True):
             request = batch.occupant(slot)

@@ -186,6 +186,7 @@ def main() -> int:
         engine, ready = build(boot.config, lambda phase, done, total: mailbox.send(EngineProgress(phase, done, total)))
         gc.collect()
         gc.freeze()  # what is alive now lives as long as the process: later collections need not walk it
+        gc.set_threshold(100_000, 20, 100)  # the loop makes many short-lived structs and hardly any cycles
         mailbox.send(msgspec.structs.replace(ready, pid=os.getpid()))
         serve(engine, mailbox)
     except _Terminated:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import OctavoError, RequestFailed
+from octavo.errors import InvalidRequest, OctavoError, RequestFailed
 from octavo.frontend.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -111,6 +111,8 @@ class BeamSearch:
     @classmethod
     def begin(cls, processor: InputProcessor, prompt: Prompt, params: BeamSearchParams, request_id: str, **options: Any) -> BeamSearch:
         """Check the prompt as `InputProcessor.prepare` does (which takes `options`)."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(f"params must be BeamSearchParams, got {type(params).__name__}.", param="params")
         prepared = processor.prepare(
             prompt, SamplingParams(max_tokens=params.max_tokens, temperature=params.temperature), request_id, **options
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,9 @@ def engine_args(model: str, settings: dict[str, Any]) -> EngineArgs:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name!r} is not a setting of the engine.{hint}")
-    return EngineArgs(model=model, **settings)
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model must be a folder, a .gguf file or a hub name, got {type(model).__name__}.")
+    return EngineArgs(model=os.fspath(model), **settings)
 
 
 def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch:

@@ -96,6 +96,8 @@ class LLM:
         """
         items = split_prompts(prompts)
         params = self._one_each(sampling_params, len(items))
+        if priority is not None and not isinstance(priority, Sequence):
+            raise InvalidRequest(f"priority must be a list with one integer a prompt, got {type(priority).__name__}.", param="priority")
         if priority is not None and len(priority) != len(items):
             raise InvalidRequest(f"priority has {len(priority)} entries for {len(items)} prompts.", param="priority")
         with self._lock:
@@ -133,6 +135,12 @@ class LLM:
         if chat_template_content_format is not None:
             templates = replace(templates, content_format=_content_format(chat_template_content_format))
         conversations = _split_conversations(messages)
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise InvalidRequest(
+                f"chat_template_kwargs must be a dict, got {type(chat_template_kwargs).__name__}.", param="chat_template_kwargs"
+            )
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise InvalidRequest(f"tools must be a list of dicts, got {type(tools).__name__}.", param="tools")
         prompts: list[Prompt] = []
         for i, conversation in enumerate(conversations):
             with _naming_prompt(i, len(conversations)):
@@ -330,12 +338,12 @@ def _content_format(value: str) -> Literal["auto", "string", "openai"]:
     return cast(Literal["auto", "string", "openai"], value)
 
 
-def _split_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+def _split_conversations(messages: Any) -> list[Any]:
+    """A list of conversations, from one or several. What is in them is checked when they are rendered."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InvalidRequest("messages must be a non-empty list of messages, or a list of such lists.", param="messages")
-    if isinstance(messages[0], Mapping):
-        return [[dict(message) for message in messages]]
-    return [[dict(message) for message in conversation] for conversation in messages]
+    several = isinstance(messages[0], Sequence) and not isinstance(messages[0], str)
+    return list(messages) if several else [messages]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, NotYet
 from octavo.frontend.prompts import ParsedPrompt, Prompt, parse_prompt
 from octavo.protocol.engine import NewRequest
-from octavo.protocol.params import RequestOutputKind, SamplingParams
+from octavo.protocol.params import NOT_YET, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.checkpoint.types import Checkpoint
@@ -143,8 +143,16 @@ class InputProcessor:
             ) from None
         if sampling.structured_outputs is not None:
             raise NotYet("structured_outputs: Octavo does not constrain outputs to a grammar or schema yet. Leave it out.")
+        for name in NOT_YET:
+            if getattr(sampling, name):
+                raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.")
+        sampling.bad_words_token_ids = None
+        sampling.extra_args = None  # nothing behind the door reads them, and they may hold what no message can
         for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(sampling, name))
+            value = getattr(sampling, name)
+            self._check_logprobs(name, value)
+            if value is not None and value > self._model.vocab_size:
+                setattr(sampling, name, self._model.vocab_size)
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         self._check_ids("logprob_token_ids", sampling.logprob_token_ids)
@@ -157,7 +165,23 @@ class InputProcessor:
             sampling.detokenize = False
         elif sampling.bad_words:
             sampling.bad_words_token_ids = self._bad_words(self._tokenizer, sampling.bad_words)
+        self._check_something_is_allowed(sampling)
         return sampling
+
+    def _check_something_is_allowed(self, sampling: SamplingParams) -> None:
+        """Refuse parameters that together forbid every token: there would be nothing to sample from."""
+        if sampling.allowed_token_ids is None:
+            return
+        bad = {ids[0] for ids in sampling.bad_words_token_ids or () if len(ids) == 1}
+        left = set(sampling.allowed_token_ids) - bad
+        if not left:
+            raise InvalidRequest("bad_words forbids every one of allowed_token_ids: no token is left.", param="bad_words")
+        stops = set(sampling.stop_token_ids or ()) | (set() if sampling.ignore_eos else set(self._model.eos_token_ids))
+        if sampling.min_tokens > 0 and not left - stops:
+            raise InvalidRequest(
+                f"min_tokens={sampling.min_tokens} forbids tokens that end the output until then, and allowed_token_ids allows no other.",
+                param="min_tokens",
+            )
 
     def _check_logprobs(self, name: str, value: int | None) -> None:
         limit = self._model.max_logprobs

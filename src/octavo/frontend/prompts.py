@@ -63,10 +63,10 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """What `LLM.generate` takes, as a list: one prompt in any form, or a sequence of them. A list of ints is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+    if isinstance(prompts, (str, Mapping, bytes, bytearray, memoryview)):
+        return [cast(Prompt, prompts)]
     try:
-        items = list(prompts)
+        items = list(prompts.tolist() if hasattr(prompts, "tolist") else prompts)  # numpy arrays and tensors
     except TypeError:
         raise InvalidRequest(
             f"A prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids; got {type(prompts).__name__}.",
@@ -78,7 +78,8 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # Arrays and tensors have __index__ too, but only those without dimensions are numbers.
+    return hasattr(value, "__index__") and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0
 
 
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
@@ -97,7 +98,7 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
 
 
 def _parse_ids(ids: Any) -> list[int]:
-    if not isinstance(ids, Sequence) and not hasattr(ids, "tolist"):
+    if isinstance(ids, bytes | bytearray | memoryview) or (not isinstance(ids, Sequence) and not hasattr(ids, "tolist")):
         raise InvalidRequest(
             f"A prompt must be a string, a list of token ids, or a dict with prompt or prompt_token_ids; got {type(ids).__name__}.",
             param="prompt",

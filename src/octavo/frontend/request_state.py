@@ -99,9 +99,10 @@ class SequenceState:
         assert self._detokenizer is not None
         assert self._stops is not None
         for taken, token_id in enumerate(shown, start=1):
-            self.text += self._stops.push(self._detokenizer.push([token_id]), len(self.token_ids) + taken)
-            if self._stops.matched is not None:
-                self.stop_reason = self._stops.matched
+            update = self._stops.push(self._detokenizer.push([token_id]))
+            self.text += update.text
+            if update.stop is not None:
+                self.stop_reason = update.stop
                 return taken
         return len(shown)
 
@@ -112,9 +113,10 @@ class SequenceState:
         if self._stops is None:
             self.text += tail
             return
-        self.text += self._stops.push(tail, len(self.token_ids))
-        if self._stops.matched is not None:
-            self.stop_reason = self._stops.matched
+        update = self._stops.push(tail, num_tokens=0)
+        self.text += update.text
+        if update.stop is not None:
+            self.stop_reason = update.stop
         else:
             self.text += self._stops.flush()
 

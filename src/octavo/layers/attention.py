@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,10 +9,8 @@ import torch
 
 from octavo.layers.linear import Linear
 from octavo.layers.rope import Rotation
+from octavo.ops.program import AttendLayer
 from octavo.ops.registry import Ops
-
-AttendLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim]: `attention.Attend`."""
 
 
 @dataclass(frozen=True)

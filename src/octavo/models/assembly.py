@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.decoder import Weights
 from octavo.models.families.base import Target
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.packed import LinearWeight
+from octavo.ops.packed import EncodedRows, LinearWeight, Panels, PanelWeight
 from octavo.ops.registry import Ops
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
@@ -36,6 +37,9 @@ class Assembly:
         self._partial: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._linears: dict[str, LinearWeight] = {}
+        self._segments: dict[str, dict[int, Panels]] = {}
+        """Parameter -> first row -> rows packed for a compiled decoder."""
+        self._panels: dict[str, PanelWeight] = {}
         self._nbytes = 0
 
     def add(self, stored: StoredTensor) -> None:
@@ -69,7 +73,10 @@ class Assembly:
         filled: set[str | None] = {part} if part else _parts(parameter)
         if not filled <= self._missing[parameter.name]:
             raise CheckpointError(f"{stored.file}: tensor {stored.name} fills what another tensor has filled already.")
-        stored.copy_into(self._buffer(parameter)[start:stop])
+        if self._packs(parameter):
+            self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
+        else:
+            stored.copy_into(self._buffer(parameter)[start:stop])
         self._missing[parameter.name] -= filled
         if not self._missing[parameter.name]:
             self._complete(parameter)
@@ -79,7 +86,30 @@ class Assembly:
             self._partial[parameter.name] = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
         return self._partial[parameter.name]
 
+    def _packs(self, parameter: Parameter) -> bool:
+        """Whether the parameter is packed for a compiled decoder, part by part and as the checkpoint has it."""
+        return self._ops.decoder is not None and parameter.kind in ("linear", "embedding")
+
+    def _pack(self, stored: StoredTensor) -> Panels:
+        kernels = self._ops.decoder
+        assert kernels is not None
+        rows = None if stored.encoded is None else stored.encoded()
+        if rows is not None and rows.encoding in kernels.encodings:
+            return kernels.pack_rows(rows)
+        tensor = torch.empty(stored.shape, dtype=torch.float32)
+        stored.copy_into(tensor)
+        return kernels.pack_rows(_float_rows(tensor))
+
+    def _complete_panels(self, parameter: Parameter) -> None:
+        parts = self._segments.pop(parameter.name)
+        weight = PanelWeight(tuple(parts[start] for start in sorted(parts)), *parameter.shape)
+        self._panels[parameter.name] = weight
+        self._nbytes += weight.nbytes
+
     def _complete(self, parameter: Parameter) -> None:
+        if self._packs(parameter):
+            self._complete_panels(parameter)
+            return
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
             tensor += 1.0
@@ -98,6 +128,9 @@ class Assembly:
             buffer = self._buffer(parameter)
             fill_dummy(parameter.name, parameter.kind, buffer, seed)
             done += buffer.nbytes
+            if self._packs(parameter):
+                assert self._ops.decoder is not None
+                self._segments[parameter.name] = {0: self._ops.decoder.pack_rows(_float_rows(self._partial.pop(parameter.name)))}
             if parameter.kind == "norm" and self._spec.norm_unit_offset:
                 buffer -= 1.0
             self._missing[parameter.name].clear()
@@ -115,7 +148,7 @@ class Assembly:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
-        return Weights(self._tensors, self._linears, self._nbytes)
+        return Weights(self._tensors, self._linears, self._panels, self._nbytes)
 
     def _source_name(self, name: str, part: str | None) -> str:
         found = _LAYER.search(name)
@@ -124,6 +157,12 @@ class Assembly:
             if target == Target(pattern, part):
                 return source.format(i=found and found[0])
         return name
+
+
+def _float_rows(tensor: torch.Tensor) -> EncodedRows:
+    """A float32 matrix as rows to be packed."""
+    rows, columns = tensor.shape
+    return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)))
 
 
 def _parts(parameter: Parameter) -> set[str | None]:

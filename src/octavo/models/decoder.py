@@ -14,7 +14,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp
 from octavo.layers.rope import Rotation, cos_sin_table
 from octavo.models.spec import ModelSpec
-from octavo.ops.packed import LinearWeight
+from octavo.ops.packed import LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
 
 
@@ -57,6 +57,8 @@ class Weights:
     """Embedding, norms and biases."""
     linears: Mapping[str, LinearWeight]
     """Packed; `head` is among them also when it is tied."""
+    panels: Mapping[str, PanelWeight]
+    """Linear layers and embedding instead, where they were packed for a compiled decoder; a tied head is `embed`."""
     nbytes: int
     """All of it in memory, a tied head counted again where it is packed apart from the embedding."""
 

@@ -17,7 +17,8 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.rope import FrequencyDivisors
 from octavo.models.assembly import Assembly
-from octavo.models.decoder import Decoder, Model, Weights
+from octavo.models.compiled import build_decoder
+from octavo.models.decoder import Model, Weights
 from octavo.models.families.base import Family
 from octavo.models.registry import model_spec
 from octavo.models.spec import ModelSpec, parameters
@@ -50,7 +51,11 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     else:
         spec, family = _gguf_spec(model.hf_config, gguf)
     dtype: torch.dtype = getattr(torch, model.dtype)
+    if dtype != torch.float32:
+        ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
+    if ops.decoder is not None and gguf is not None:
+        needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
     if 0 < config.device.total_bytes < needed:
         raise ConfigError(_too_large(config, needed))
 
@@ -61,7 +66,14 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
                 weights = _fill_dummy(assembly, needed, model.seed, progress)
             else:
                 weights = _fill_stored(assembly, *_stored(model.path, gguf), progress)
-            return Decoder(spec, weights, ops, max_length=model.max_model_len)
+            return build_decoder(
+                spec,
+                weights,
+                ops,
+                max_length=model.max_model_len,
+                threads=config.device.threads,
+                int8_activations=config.device.int8_activations,
+            )
     except (torch.OutOfMemoryError, MemoryError):
         raise ConfigError(_too_large(config, needed)) from None
     except RuntimeError as e:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -29,4 +31,44 @@ class DenseWeight:
 
 
 LinearWeight = DenseWeight
-"""Every kind there is; quantised kinds join this union."""
+"""What `Ops.linear` takes, a layer at a time."""
+
+PanelKind = Literal["f32", "f16", "bf16", "q4", "q8"]
+"""q4: groups of 32 columns with a scale and a minimum; q8: groups of 32 with a scale."""
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows of a matrix as a checkpoint stores them."""
+
+    encoding: str
+    """F32, F16, BF16, or a ggml block format such as Q4_1."""
+    shape: tuple[int, int]
+    """(rows, columns)"""
+    data: npt.NDArray[np.uint8]
+    """[stored rows, bytes of a row]; may be a mapped file."""
+    order: npt.NDArray[Any] | None = None
+    """[rows] which stored row each row is; None: as they lie."""
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Consecutive rows of a matrix, packed by `DecoderKernels.pack_rows`."""
+
+    kind: PanelKind
+    rows: int
+    data: torch.Tensor
+    """[bytes] uint8"""
+
+
+@dataclass(frozen=True)
+class PanelWeight:
+    """A weight made of parts that may be stored differently (q and v of a mixed quantisation, say)."""
+
+    segments: tuple[Panels, ...]
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.data.nbytes for segment in self.segments)

@@ -14,6 +14,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.ops.packed import LinearWeight
+from octavo.ops.program import DecoderKernels
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -154,6 +155,8 @@ class Ops:
     pack_linear: PackLinear
     linear: Linear
     embedding: Embedding
+    decoder: DecoderKernels | None = None
+    """Whole forward passes, where the device has them: then nothing else here is called for a float32 decoder."""
     draw: Draw | None = None
     """Of the sampler, not of layers. None: the sampler does it in plain torch."""
 
@@ -162,10 +165,11 @@ def load_ops(device_kind: str) -> Ops:
     """The fastest implementation of each operation that this installation has for a device.
 
     Args:
-        device_kind: "cpu", "cuda", or "reference" for the plain torch oracle, which runs anywhere.
+        device_kind: "cpu" and "cuda" are torch's kernels, "native" the compiled ones for a CPU, "reference" the plain torch
+            oracle, which runs anywhere.
 
     Raises:
-        ConfigError: no such device kind.
+        ConfigError: no such device kind, or its kernels were not built.
     """
     from octavo.ops import reference
 
@@ -175,6 +179,10 @@ def load_ops(device_kind: str) -> Ops:
         from octavo.ops import cpu
 
         return replace(reference.OPS, **cpu.overrides())
+    if device_kind == "native":
+        from octavo.ops import cpu
+
+        return replace(load_ops("cpu"), decoder=cpu.decoder_kernels())
     if device_kind == "cuda":
         if importlib.util.find_spec("triton") is None:
             return reference.OPS

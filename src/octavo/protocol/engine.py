@@ -84,7 +84,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 ToEngine = NewRequest | AbortRequests | ReleaseHeld | ResetPrefixCache | Ping | Shutdown
 
 
-class LogprobRow(msgspec.Struct, array_like=True):
+class LogprobRow(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: the sampled (or prompt) token first, then the top-k, most likely first."""
 
     token_id: int
@@ -95,7 +95,7 @@ class LogprobRow(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class TokenDelta(msgspec.Struct, array_like=True):
+class TokenDelta(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one sequence. The last delta of a sequence carries `finish_reason`."""
 
     request_id: str
@@ -112,10 +112,10 @@ class TokenDelta(msgspec.Struct, array_like=True):
     error: str | None = None
     """Set with finish_reason ERROR: one sentence for the user."""
     times: RequestTimes | None = None
-    """Set on the last delta."""
+    """Set on the first delta, and again, complete, on the last."""
 
 
-class RequestTimes(msgspec.Struct, array_like=True):
+class RequestTimes(msgspec.Struct, array_like=True, gc=False):
     """Where a request's time went, monotonic seconds of the engine's host. 0.0 = never reached."""
 
     queued: float = 0.0

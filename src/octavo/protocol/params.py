@@ -20,6 +20,14 @@ GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy decoding."""
 MIN_TEMPERATURE = 1e-2
 """Smaller (non-greedy) temperatures are raised to this: dividing by less overflows half precision."""
+MAX_REPETITION_PENALTY = 1e30
+"""Penalties are moved into [1 / this, this]: logits divided or multiplied by more overflow single precision."""
+MAX_INT32 = 2**31 - 1
+"""A larger top_k or stream_interval means the same, and messages and samplers hold 64 bits at most."""
+MAX_N = 16384
+"""Most sequences of one prompt: each costs memory before anything can refuse it."""
+MAX_LENGTH_PENALTY = 20.0
+"""length**penalty is a finite number for every length with exponents up to this."""
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -54,9 +62,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", param=name)
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(number := float(value)):
+            return number
+    except OverflowError:
+        raise InvalidRequest(f"{name} must be a finite number, got an integer of {value.bit_length()} bits.", param=name) from None
+    raise InvalidRequest(f"{name} must be a finite number, got {value!r}.", param=name)
 
 
 def _integer(name: str, value: Any) -> int:
@@ -65,10 +76,24 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
+def _strings(name: str, value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise InvalidRequest(f"{name} must be a list of strings, got {type(value).__name__}.", param=name)
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{name} must hold non-empty strings, got {text!r}.", param=name)
+    return list(value)
+
+
 def _token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequest(f"{name} must be a list of token ids, got {type(value).__name__}.", param=name)
     return [_integer(name, v) for v in value]
+
+
+_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+NOT_YET = ("flat_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "thinking_token_budget", "repetition_detection")
+"""Fields that are here for their names only."""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
@@ -111,6 +136,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
 
+    # Known by name, not there yet: the door refuses any value but the default.
+    flat_logprobs: bool = False
+    prompt_logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+
     # Filled in by the frontend, never by a user.
     bad_words_token_ids: list[list[int]] | None = None
 
@@ -123,6 +155,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        self.top_k = min(self.top_k, MAX_INT32)
+        if self.stream_interval is not None:
+            self.stream_interval = min(self.stream_interval, MAX_INT32)
+        self.repetition_penalty = min(max(self.repetition_penalty, 1 / MAX_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
 
     def _coerce(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
@@ -132,6 +168,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         for name in ("max_tokens", "seed", "stream_interval"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, _integer(name, value))
+        for name in _SWITCHES:
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
+        if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
+            raise InvalidRequest(
+                f"skip_reading_prefix_cache must be true or false, got {self.skip_reading_prefix_cache!r}.",
+                param="skip_reading_prefix_cache",
+            )
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InvalidRequest(f"extra_args must be a dict, got {type(self.extra_args).__name__}.", param="extra_args")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if isinstance(value, bool):
@@ -142,8 +188,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             self.seed = None
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        elif self.stop is not None:
-            self.stop = list(self.stop)
+        if self.stop is not None:
+            self.stop = _strings("stop", self.stop)
+        if self.bad_words is not None:
+            self.bad_words = _strings("bad_words", self.bad_words)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, _token_ids(name, value))
@@ -162,7 +210,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             if not ok:
                 raise InvalidRequest(f"{param} {rule}, got {getattr(self, param)!r}.", param=param)
 
-        require(self.n >= 1, "n", "must be at least 1")
+        require(1 <= self.n <= MAX_N, "n", f"must be at least 1 and at most {MAX_N}")
         require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
         require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
         require(self.repetition_penalty > 0.0, "repetition_penalty", "must be greater than 0")
@@ -181,14 +229,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         require(self.prompt_logprobs is None or self.prompt_logprobs >= -1, "prompt_logprobs", "must be non-negative, or -1 for all")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in a signed 64-bit integer")
         require(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "must be at least 1")
-        for s in self.stop or ():
-            if not isinstance(s, str) or not s:
-                raise InvalidRequest(f"stop must hold non-empty strings, got {s!r}.", param="stop")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True.", param="stop")
-        for w in self.bad_words or ():
-            if not isinstance(w, str) or not w:
-                raise InvalidRequest(f"bad_words must hold non-empty strings, got {w!r}.", param="bad_words")
         require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
 
     @property
@@ -215,10 +257,15 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if self.beam_width < 1:
-            raise InvalidRequest(f"beam_width must be at least 1, got {self.beam_width}.", param="beam_width")
-        if self.max_tokens < 1:
+        if not 1 <= _integer("beam_width", self.beam_width) <= MAX_N:
+            raise InvalidRequest(f"beam_width must be at least 1 and at most {MAX_N}, got {self.beam_width}.", param="beam_width")
+        if _integer("max_tokens", self.max_tokens) < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
+        if _number("temperature", self.temperature) < 0.0:
+            raise InvalidRequest(f"temperature must be non-negative, got {self.temperature}.", param="temperature")
+        if abs(_number("length_penalty", self.length_penalty)) > MAX_LENGTH_PENALTY:
+            allowed = f"[-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+            raise InvalidRequest(f"length_penalty must be in {allowed}, got {self.length_penalty}.", param="length_penalty")
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):

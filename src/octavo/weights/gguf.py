@@ -11,6 +11,7 @@ import torch
 
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
 from octavo.errors import CheckpointError
+from octavo.ops.packed import EncodedRows
 from octavo.weights.gguf_blocks import unpack
 from octavo.weights.stored import StoredTensor
 
@@ -58,7 +59,8 @@ def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
         head_key = heads.get(tensor.name.split(".")[-2]) if tensor.name.startswith("blk.") else None
         num_heads = gguf.metadata.get(f"{arch}.attention.{head_key}", gguf.metadata.get(f"{arch}.attention.head_count"))
         order = _unpermuted(tensor, num_heads if head_key else None, gguf.path)
-        yield StoredTensor(hf_name(tensor.name), tensor.shape, tensor.nbytes, gguf.path, _copier(data, tensor, order, gguf.path))
+        copier, encoded = _copier(data, tensor, order, gguf.path), _encoded(data, tensor, order)
+        yield StoredTensor(hf_name(tensor.name), tensor.shape, tensor.nbytes, gguf.path, copier, encoded)
 
 
 def hf_name(name: str) -> str:
@@ -92,6 +94,16 @@ def _unpermuted(tensor: GgufTensor, num_heads: Any, path: str) -> np.ndarray[tup
     if not isinstance(num_heads, int) or num_heads < 1 or rows % (2 * num_heads):
         raise CheckpointError(f"{path}: tensor {tensor.name} has {rows} rows, which {num_heads!r} heads cannot share.")
     return np.arange(rows).reshape(num_heads, rows // num_heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _encoded(
+    data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor, order: np.ndarray[tuple[int], np.dtype[np.intp]] | None
+) -> Callable[[], EncodedRows] | None:
+    if len(tensor.shape) != 2:
+        return None
+    rows, columns = tensor.shape
+    stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
+    return lambda: EncodedRows(tensor.type, (rows, columns), stored, order)
 
 
 def _copier(

@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import CheckpointError
+from octavo.ops.packed import EncodedRows
 from octavo.weights.stored import StoredTensor
 
 _BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -77,19 +79,33 @@ def open_safetensors(path: str) -> Iterator[StoredTensor]:
                 if dtype not in _BYTES:
                     raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
                 nbytes = _BYTES[dtype] * torch.Size(shape).numel()
-                yield StoredTensor(name, shape, nbytes, path, _copier(file, name, path))
+                yield StoredTensor(name, shape, nbytes, path, _copier(file, name, path), _encoded(file, name, dtype, path))
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again.") from None
 
 
+def _read(file: Any, name: str, path: str) -> torch.Tensor:
+    try:
+        tensor: torch.Tensor = file.get_tensor(name)
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{path}: tensor {name} cannot be read: {e}") from None
+    return tensor
+
+
 def _copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
     def copy_into(destination: torch.Tensor) -> None:
-        try:
-            destination.copy_(file.get_tensor(name))
-        except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path}: tensor {name} cannot be read: {e}") from None
+        destination.copy_(_read(file, name, path))
 
     return copy_into
+
+
+def _encoded(file: Any, name: str, dtype: str, path: str) -> Callable[[], EncodedRows]:
+    def encoded() -> EncodedRows:
+        tensor = _read(file, name, path)
+        rows, columns = tensor.shape
+        return EncodedRows(dtype, (rows, columns), np.asarray(tensor.contiguous().view(torch.uint8)))
+
+    return encoded
 
 
 def _diagnosis(path: str) -> str | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.ops.packed import EncodedRows
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -23,3 +25,5 @@ class StoredTensor:
 
     Raises `CheckpointError` when the file turns out to be bad.
     """
+    encoded: Callable[[], EncodedRows] | None = None
+    """A matrix as it is stored, for kernels that compute with that; None where the format cannot say."""

@@ -67,7 +67,7 @@ def size_cache(config: EngineConfig, budget: Budget, bytes_per_block: int) -> Ca
     if cache.num_blocks_override is not None:
         room = (cache.num_blocks_override - 1) * block_size
         if room < length and not config.model.auto_max_model_len:
-            warning = f"The KV cache is set to {cache.num_blocks_override} blocks: requests over {room} tokens will be refused."
+            warning = f"The KV cache is set to {cache.num_blocks_override} blocks: no request can have more than {room} tokens."
             return CacheSize(cache.num_blocks_override, length, (warning,))
         return CacheSize(cache.num_blocks_override, min(length, max(1, room)))
 
@@ -109,6 +109,21 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
     return text + "."
 
 
+def cannot_allocate(config: EngineConfig, budget: Budget, size: CacheSize, bytes_per_block: int) -> str:
+    """What to tell the user whose system refused a cache of this size."""
+    free = max(0, budget.cache)
+    text = (
+        f"A KV cache of {format_bytes(size.num_blocks * bytes_per_block)} cannot be allocated: about {format_bytes(free)} are free for it. "
+    )
+    if config.cache.num_blocks_override is not None:
+        return text + f"Lower --num-gpu-blocks-override to {free // bytes_per_block} or less."
+    if config.cache.memory_bytes is None:
+        return text + "Free memory, or lower --gpu-memory-utilization."
+    if config.device.kind == "cpu":
+        return text + f"Lower --kv-cache-memory-bytes (or --cpu-kvcache-space) to {free} bytes ({free / 2**30:.2f} GiB) or less."
+    return text + f"Lower --kv-cache-memory-bytes to {free} or less."
+
+
 def activation_bound(spec: ModelSpec, config: EngineConfig, itemsize: int) -> int:
     """Bytes that the worst legal step may take on a CPU, from above: live tensors of a layer, gathered keys, logits, tables."""
     scheduler, length = config.scheduler, config.model.max_model_len
@@ -125,7 +140,8 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
     total, available = host_memory()
     left = available - activations
     # A size that was asked for is compared with all that is free, not with our default's share of it.
-    cache = left if config.cache.memory_bytes is not None else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION))
+    asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
+    cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION))
     other = max(0, config.device.total_bytes - config.device.free_bytes)
     return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
 

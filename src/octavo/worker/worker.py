@@ -15,6 +15,7 @@ import torch
 from octavo.attention.base import AttentionBackend, GraphAttention
 from octavo.attention.select import attention_class, make_attention
 from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.registry import Ops, load_ops
@@ -22,7 +23,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.memory import Budget, CacheSize, GraphMemory, activation_bound, cpu_budget, cuda_budget, size_cache
+from octavo.worker.memory import Budget, CacheSize, GraphMemory, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, worst_step
@@ -54,7 +55,8 @@ class Worker:
         torch.set_num_threads(config.device.threads)
 
         with self._phase("load"):
-            self._ops: Ops = load_ops(config.device.kind)
+            kernels = "native" if config.device.native_kernels else config.device.kind
+            self._ops: Ops = load_ops(kernels)
             self._model: Model = load_model(config, self._ops, self._device, progress)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
@@ -69,7 +71,7 @@ class Worker:
             size = size_cache(config, budget, bytes_per_block)
             self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
         with self._phase("cache"):
-            self._attention: AttentionBackend = make_attention(config, layers, size.num_blocks, self._device)
+            self._attention = self._allocate_cache(size, budget)
         with self._phase("graphs"):
             self._graphs = self._capture(self._attention)
         self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs)
@@ -132,6 +134,16 @@ class Worker:
         began = time.perf_counter()
         yield
         self._phases.append(Phase(name, time.perf_counter() - began))
+
+    def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
+        """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
+        try:
+            return make_attention(self._config, self._model.layer_specs, size.num_blocks, self._device)
+        except (RuntimeError, MemoryError) as e:
+            # On a CPU torch has no class of its own for this, only words.
+            if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):
+                raise
+            raise ConfigError(cannot_allocate(self._config, budget, size, self._shape.bytes_per_block)) from None
 
     def _capture(self, attention: AttentionBackend, sizes: Sequence[int] | None = None) -> DecodeGraphs | None:
         """The decode graphs of this worker (or of some `sizes` only), captured; None where the device or the settings rule them out."""

@@ -144,7 +144,7 @@ def test_bench_serve_says_why_nothing_works(capsys: pytest.CaptureFixture[str]) 
 
 def test_bench_throughput_end_to_end(tmp_path: Path, engine_flags: list[str]) -> None:
     out = tmp_path / "t.json"
-    flags = ["--num-prompts", "5", "--input-len", "4-8", "--output-len", "3", "--vocab-size", "200", "--output-json", str(out)]
+    flags = ["--num-prompts", "5", "--input-len", "4-8", "--output-len", "3", "--output-json", str(out)]
     assert main(["bench", "throughput", *flags, *engine_flags]) == 0
     result = json.loads(out.read_text())
     assert (result["num_requests"], result["output_tokens"]) == (5, 15)
@@ -156,7 +156,7 @@ def test_bench_throughput_end_to_end(tmp_path: Path, engine_flags: list[str]) ->
 def test_bench_latency_end_to_end(tmp_path: Path, engine_flags: list[str]) -> None:
     out = tmp_path / "l.json"
     flags = ["--batch-size", "3", "--input-len", "8", "--output-len", "4", "--num-iters", "2", "--num-iters-warmup", "1"]
-    assert main(["bench", "latency", *flags, "--vocab-size", "200", "--output-json", str(out), *engine_flags]) == 0
+    assert main(["bench", "latency", *flags, "--output-json", str(out), *engine_flags]) == 0
     result = json.loads(out.read_text())
     assert len(result["latencies"]) == 2
     assert result["p50_ttft_ms"] <= result["p50_batch_ms"]

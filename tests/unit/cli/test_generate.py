@@ -92,3 +92,32 @@ def test_results_are_put_in_order_as_soon_as_possible() -> None:
         return [r["index"] async for r in _in_order(results(), [0, 2, 4, 7])]  # type: ignore[arg-type]
 
     assert asyncio.run(check()) == [0, 2, 4, 7]
+
+
+def test_the_input_is_never_written_over(tmp_path: Path, engine_flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    source, link = tmp_path / "p.txt", tmp_path / "link.txt"
+    source.write_text("one\n")
+    link.symlink_to(source)
+    for command, target in (("generate", source), ("generate", link), ("run-batch", source)):
+        assert main([command, "-i", str(source), "-o", str(target), *engine_flags]) == 1
+        assert "is the input" in capsys.readouterr().err
+    assert source.read_text() == "one\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "run-batch"])
+def test_an_output_that_cannot_be_written_is_told_before_loading(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "p.jsonl"
+    source.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n')
+    missing = tmp_path / "none" / "out"
+    assert main([command, "-i", str(source), "-o", str(missing), "--model", "/no/such/model"]) == 1
+    assert f"{missing}: No such file or directory" in capsys.readouterr().err
+    assert main([command, "-i", str(source), "-o", str(tmp_path / "out"), "--model", "/no/such/model"]) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_does_not_load_leaves_the_last_results(tmp_path: Path) -> None:
+    source, target = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    source.write_text("one\n")
+    target.write_text("results\n")
+    assert main(["generate", "-i", str(source), "-o", str(target), "--model", "/no/such/model"]) == 1
+    assert target.read_text() == "results\n"

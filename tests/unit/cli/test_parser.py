@@ -11,6 +11,7 @@ from octavo.cli.flags import add_engine_settings, add_settings, build, engine_ar
 from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.cli.serve import environment_settings
 from octavo.config.args import EngineArgs
+from octavo.config.resolve import _whole
 from octavo.errors import ConfigError, NotYet
 from octavo.frontend.http.settings import ServerSettings
 
@@ -197,3 +198,14 @@ def test_every_setting_has_a_flag_and_both_spellings() -> None:
     for field in [*dataclasses.fields(EngineArgs), *dataclasses.fields(ServerSettings)]:
         assert parser.has("--" + field.name.replace("_", "-")), field.name
     assert "{auto,hf,slow}" in parser.format_help()
+
+
+def test_a_value_for_a_switch_is_explained() -> None:
+    with pytest.raises(UsageError, match=r"^--enable-prefix-caching is a switch .* got 'false'. Write .* or --no-enable-prefix-caching"):
+        parse("m", "--enable-prefix-caching=false")
+
+
+def test_a_word_where_a_size_belongs_names_the_flag() -> None:
+    args, _ = parse("m", "--max-model-len", "long")
+    with pytest.raises(ConfigError, match=r"^--max-model-len: 'long' is not a size"):
+        _whole(args, "max_model_len")

@@ -86,20 +86,23 @@ def test_a_failed_step_ends_its_requests_and_no_other(inflight: int, where: str)
 def test_a_launch_that_failed_loses_no_freed_slot_and_no_pin() -> None:
     worker = FakeWorker(max_num_seqs=3)
     engine = Engine(worker)
-    engine.add("a", PROMPT, max_tokens=2, ignore_eos=True)
+    for name in ("a", "a2"):
+        engine.add(name, PROMPT, max_tokens=2, ignore_eos=True)
     engine.run()
-    # The next plan frees a's slot and copies its tail; it is lost.
+    # The next plan frees both slots and copies a tail into one of them; it is lost.
     worker.fail_submit = lambda plan: bool(len(plan.free_slots) and len(plan.copy_src))
     engine.add("b", [*PROMPT, 9, 9], max_tokens=2, ignore_eos=True)
     engine.run()
     assert engine.seen["b", 0].reason == FinishReason.ERROR
     lost = worker.plans[-1]
-    assert len(lost.free_slots)
+    assert len(lost.free_slots) == 2
     engine.check_idle()
     worker.fail_submit = lambda plan: False
-    engine.add("c", [*PROMPT, 9, 9], max_tokens=2, ignore_eos=True)
+    for name in ("c", "d"):
+        engine.add(name, [*PROMPT, 9, 9], max_tokens=2, ignore_eos=True)
     engine.run()
-    assert set(lost.free_slots.tolist()) <= set(worker.plans[len(worker.plans) - 2].free_slots.tolist())
+    again = [plan for plan in worker.plans if plan.step_id == lost.step_id + 1]
+    assert sorted(again[0].free_slots.tolist()) == sorted(lost.free_slots.tolist())
     engine.check_idle()
 
 
@@ -125,14 +128,15 @@ def test_every_launch_failing_ends_everybody_and_nothing_else() -> None:
     engine.check_idle()
 
 
-def test_planning_that_fails_as_a_whole_ends_the_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
+@pytest.mark.parametrize("stage", ["_plan_decodes", "_admit", "_finish"])
+@pytest.mark.parametrize("inflight", [0, 1])
+def test_planning_that_fails_as_a_whole_ends_the_running(monkeypatch: pytest.MonkeyPatch, stage: str, inflight: int) -> None:
+    engine = Engine(inflight=inflight)
     engine.add("a", PROMPT, ignore_eos=True)
     engine.step()
-    decodes = engine.core.scheduler._plan_decodes
-    monkeypatch.setattr(engine.core.scheduler, "_plan_decodes", lambda *a: 1 / 0)
+    monkeypatch.setattr(engine.core.scheduler, stage, lambda *a: 1 / 0)
     engine.step()
-    monkeypatch.setattr(engine.core.scheduler, "_plan_decodes", decodes)
+    monkeypatch.undo()
     engine.add("b", PROMPT, ignore_eos=True)
     engine.run()
     assert engine.seen["a", 0].reason == FinishReason.ERROR

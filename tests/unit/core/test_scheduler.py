@@ -295,3 +295,23 @@ def test_pairs_of_a_plan() -> None:
     engine.add("a", [3, 4, 5], max_tokens=3, ignore_eos=True)
     engine.run()
     assert [plan_pairs(p) for p in engine.worker.plans] == [1 + 2 + 3, 4, 5]
+
+
+@pytest.mark.parametrize("inflight", [0, 1])
+def test_a_burst_behind_one_prefix_computes_it_once(inflight: int) -> None:
+    engine = Engine(big(), budget=64, inflight=inflight)
+    shared = [3 + i % 40 for i in range(40)]
+    for i in range(8):
+        engine.add(f"r{i}", [*shared, 2 + i, 9, 9, 9], max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert [engine.seen[f"r{i}", 0].cached for i in range(8)] == [0] + [40] * 7
+
+
+def test_nobody_waits_for_a_prefix_that_will_not_be_shared() -> None:
+    shared = [3 + i % 40 for i in range(40)]
+    for options in ({"extra_key": "other"}, {"skip_reading_prefix_cache": True}):
+        engine = Engine(big(), budget=128)
+        engine.add("leader", [*shared, 2], max_tokens=2)
+        engine.add("other", [*shared, 9], max_tokens=2, **options)
+        engine.step()
+        assert engine.worker.plans[0].num_tokens == 82, options

@@ -13,7 +13,7 @@ from octavo.errors import EngineDead, InvalidRequest, RequestFailed
 from octavo.frontend.beam import BeamSearch, beam_request_output, beam_search_output
 from octavo.frontend.processor import InputProcessor
 from octavo.protocol.engine import FinishReason, LogprobRow, NewRequest, TokenDelta
-from octavo.protocol.params import BeamSearchParams
+from octavo.protocol.params import BeamSearchParams, SamplingParams
 from tests.support.engine_config import tiny_config
 
 PROMPT = [3, 4]
@@ -183,6 +183,9 @@ def test_the_prompt_passes_the_same_door() -> None:
     processor = InputProcessor(tiny_config(), None)
     with pytest.raises(InvalidRequest):
         BeamSearch.begin(processor, [], BeamSearchParams(beam_width=2, max_tokens=4), "r")
+    for other in (None, SamplingParams(), {"beam_width": 2}):
+        with pytest.raises(InvalidRequest, match="must be BeamSearchParams"):
+            BeamSearch.begin(processor, [1], other, "r")  # type: ignore[arg-type]
     search = BeamSearch.begin(processor, [1] * 510, BeamSearchParams(beam_width=1, max_tokens=40, ignore_eos=True), "r")
     requests, _ = run(search)
     assert [len(request.prompt_token_ids) for request in requests] == [510, 511]

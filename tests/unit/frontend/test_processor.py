@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -72,7 +73,7 @@ def test_an_empty_prompt_is_refused(door: InputProcessor, prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 3, 3.5, {"text": "hi"}, {"prompt": 3}, {"prompt_token_ids": 3}, ["a"], [1.5], [True], [[1]], {1, 2}]
+    "prompt", [None, 3, 3.5, {"text": "hi"}, {"prompt": 3}, {"prompt_token_ids": 3}, ["a"], [1.5], [True], [[1]], {1, 2}, b"hi"]
 )
 def test_what_is_no_prompt_is_refused(door: InputProcessor, prompt: Any) -> None:
     assert refused(door, prompt).param == "prompt"
@@ -102,6 +103,9 @@ def test_split_prompts() -> None:
     assert split_prompts([[1, 2], [3]]) == [[1, 2], [3]]
     assert split_prompts({"prompt": "a"}) == [{"prompt": "a"}]
     assert split_prompts([]) == []
+    assert split_prompts(np.array([1, 2])) == [[1, 2]]
+    assert split_prompts(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+    assert [parse_prompt(p).token_ids for p in split_prompts([np.array([1, 2]), np.array([3])])] == [[1, 2], [3]]
     with pytest.raises(InvalidRequest):
         split_prompts(3)  # type: ignore[arg-type]
 
@@ -196,6 +200,38 @@ def test_a_bad_truncation_side_is_refused(door: InputProcessor) -> None:
 )
 def test_parameters_are_checked_against_the_model(door: InputProcessor, params: dict[str, Any], param: str) -> None:
     assert refused(door, params=SamplingParams(**params)).param == param
+
+
+@pytest.mark.parametrize("name", ["flat_logprobs", "prompt_logprob_token_ids", "thinking_token_budget", "repetition_detection"])
+def test_parameters_known_by_name_only_are_not_yet(door: InputProcessor, name: str) -> None:
+    with pytest.raises(NotYet, match=name):
+        door.prepare("hi", SamplingParams(**{name: True if name == "flat_logprobs" else [3]}), "r")
+    door.prepare("hi", SamplingParams(**{name: False if name == "flat_logprobs" else None}), "r")
+
+
+def test_the_engine_can_read_whatever_extra_arguments_hold(door: InputProcessor) -> None:
+    params = SamplingParams(extra_args={"a": object(), "b": 10**40})
+    msgspec.msgpack.encode(door.prepare("hi", params, "r").request)
+    assert params.extra_args is not None
+
+
+def test_token_ids_of_bad_words_are_the_doors_own(door: InputProcessor) -> None:
+    assert door.prepare("hi", SamplingParams(bad_words_token_ids=[[5]]), "r").request.sampling.bad_words_token_ids is None
+
+
+def test_parameters_that_leave_no_token_are_refused(door: InputProcessor, tokenizer: Tokenizer) -> None:
+    (stop,) = tokenizer.encode("!", add_special_tokens=False)
+    eos = tiny_config().model.eos_token_ids[0]
+    other = 7
+    for params, param in (
+        ({"allowed_token_ids": [stop], "bad_words": ["!"]}, "bad_words"),
+        ({"allowed_token_ids": [stop], "stop_token_ids": [stop], "min_tokens": 2}, "min_tokens"),
+        ({"allowed_token_ids": [eos], "min_tokens": 2}, "min_tokens"),
+    ):
+        assert refused(door, params=SamplingParams(**params)).param == param
+        door.prepare("hi", SamplingParams(**{**params, "allowed_token_ids": [*params["allowed_token_ids"], other]}), "r")
+    door.prepare("hi", SamplingParams(allowed_token_ids=[eos], min_tokens=2, ignore_eos=True), "r")
+    door.prepare("hi", SamplingParams(allowed_token_ids=[eos]), "r")
 
 
 def test_no_limit_on_logprobs(tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ import pytest
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.worker import memory
-from octavo.worker.memory import Budget, cpu_budget, size_cache
+from octavo.worker.memory import Budget, cannot_allocate, cpu_budget, size_cache
 from tests.support.engine_configs import engine_config
 
 MIB = 2**20
@@ -103,3 +103,19 @@ def test_cpu_budget_leaves_half_and_caps_the_default(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory, "host_memory", lambda: (2**35, 2**34))
     assert cpu_budget(config, 0, 0).cache == 4 * 2**30
     assert cpu_budget(engine_config(num_blocks=None, memory_bytes=7 * 2**30), 0, 0).cache == 2**34
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "most"),
+    [
+        ({"num_blocks": 9000}, "--num-gpu-blocks-override", 20),
+        ({"num_blocks": None, "memory_bytes": 9000 * MIB}, "--kv-cache-memory-bytes", 20 * MIB),
+    ],
+)
+def test_a_refused_allocation_names_the_setting_and_a_value_that_fits(settings: dict[str, int | None], flag: str, most: int) -> None:
+    config = engine_config(max_model_len=64, block_size=16, **settings)
+    size = size_cache(config, budget(20 * MIB), BLOCK_BYTES)
+    text = cannot_allocate(config, budget(20 * MIB), size, BLOCK_BYTES)
+    assert "8.8 GiB cannot be allocated: about 20.0 MiB are free" in text
+    assert flag in text
+    assert f" to {most}" in text

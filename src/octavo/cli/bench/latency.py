@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.cli.bench.offline import engine_of, open_llm, prompts_of, sampling_of
 from octavo.cli.bench.results import add_result_flags, latency_rows, publish, summary
-from octavo.cli.bench.workload import random_requests, span
+from octavo.cli.bench.workload import largest_id, random_requests, span
 from octavo.cli.flags import add_engine_settings, positive_int
 from octavo.cli.parser import CommandParser, Namespace
 
@@ -19,7 +19,9 @@ def configure(parser: CommandParser) -> None:
     group.add_argument("--output-len", type=span, metavar="N", help="Output tokens. Default: 128.")
     group.add_argument("--num-iters", type=positive_int, metavar="N", help="Batches measured. Default: 10.")
     group.add_argument("--num-iters-warmup", type=int, metavar="N", help="Batches run first and not counted. Default: 2.")
-    group.add_argument("--vocab-size", type=positive_int, metavar="N", help="Random token ids are at most this. Default: 10000.")
+    group.add_argument(
+        "--vocab-size", type=positive_int, metavar="N", help="Random token ids are at most this. Default: 10000, or the model's last id."
+    )
     add_result_flags(parser)
     add_engine_settings(parser)
 
@@ -32,7 +34,7 @@ def run(options: Namespace) -> int:
     with open_llm(options) as llm:
         for i in range(warmups + iterations):
             # New prompts each time: the prefix cache would answer for repeated ones.
-            requests = random_requests(batch, *lengths, seed=i, vocab_size=getattr(options, "vocab_size", 10_000))
+            requests = random_requests(batch, *lengths, seed=i, vocab_size=largest_id(options, llm.ready_report.vocab_size))
             start = time.perf_counter()
             outputs = llm.generate(prompts_of(requests), sampling_of(requests, 0.0), use_tqdm=False)
             seconds = time.perf_counter() - start

@@ -20,9 +20,9 @@ def configure(parser: CommandParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    requests = workload(options)
-    prompts, sampling = prompts_of(requests), sampling_of(requests, getattr(options, "temperature", 1.0))
     with open_llm(options) as llm:
+        requests = workload(options, llm.ready_report.vocab_size)
+        prompts, sampling = prompts_of(requests), sampling_of(requests, getattr(options, "temperature", 1.0))
         llm.generate(prompts[:1], sampling[:1], use_tqdm=False)  # first-use costs are not throughput
         llm.reset_prefix_cache()
         start = time.perf_counter()

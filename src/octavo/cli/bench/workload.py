@@ -126,8 +126,17 @@ def add_workload_flags(parser: CommandParser, *, num_prompts: int, input_len: st
     group.set_defaults(workload_defaults=(num_prompts, span(input_len), span(output_len)))
 
 
-def workload(options: Namespace) -> list[BenchRequest]:
-    """The requests that the flags ask for."""
+DEFAULT_LARGEST_ID = 10_000
+
+
+def largest_id(options: Namespace, vocab_size: int | None = None) -> int:
+    """Random token ids go up to this: as asked, or a common number that the model (where its `vocab_size` is known) still has."""
+    default = DEFAULT_LARGEST_ID if vocab_size is None else min(DEFAULT_LARGEST_ID, vocab_size - 1)
+    return int(getattr(options, "vocab_size", default))
+
+
+def workload(options: Namespace, vocab_size: int | None = None) -> list[BenchRequest]:
+    """The requests that the flags ask for, of a model with `vocab_size` tokens."""
     count, input_len, output_len = options.workload_defaults
     seed = getattr(options, "workload_seed", 0)
     if path := getattr(options, "dataset_path", None):
@@ -137,7 +146,7 @@ def workload(options: Namespace) -> list[BenchRequest]:
         getattr(options, "input_len", input_len),
         getattr(options, "output_len", output_len),
         seed=seed,
-        vocab_size=getattr(options, "vocab_size", 10_000),
+        vocab_size=largest_id(options, vocab_size),
         prefix_len=getattr(options, "prefix_len", 0),
     )
 

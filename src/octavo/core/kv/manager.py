@@ -16,6 +16,7 @@ from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
 from octavo.core.kv.prefix_tree import Node, PrefixTree, common_tokens
@@ -160,7 +161,7 @@ class KVManager:
         self.table[slot, have:want] = self._take(want - have)
         self.lengths[slot] = want
 
-    def extend_each(self, slots: Int32) -> None:
+    def extend_each(self, slots: npt.NDArray[np.intp]) -> None:
         """Take one block for each of `slots`.
 
         Raises:
@@ -287,6 +288,9 @@ class KVManager:
     def close(self, slot: int) -> None:
         """Keep the blocks of `slot` from here on out of the tree."""
         self._closed[slot] = True
+
+    def is_closed(self, slot: int) -> bool:
+        return self._closed[slot]
 
     # Blocks
 

@@ -146,6 +146,8 @@ class PrefixTree:
             Whether it was added, and the blocks of shorter partial nodes it replaces, as for `insert`.
         """
         siblings = (parent.children or {}).get(key[:TOKEN_BYTES]) or {}
+        if key in siblings:
+            return False, []
         for node in islice(reversed(siblings.values()), TAIL_CANDIDATES):
             if node.key.startswith(key):
                 return False, []

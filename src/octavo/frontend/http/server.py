@@ -24,6 +24,7 @@ from typing import Any, cast
 import uvicorn
 
 from octavo.config.args import EngineArgs
+from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.client import Progress
@@ -31,11 +32,12 @@ from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
 from octavo.observe.throughput import log_throughput
+from octavo.protocol.engine import EngineReady
 
 logger = logging.getLogger("octavo.server")
 
-Report = Callable[[Any, Any, ServerSettings], None]
-"""Shows what was started: (EngineReady, EngineConfig, ServerSettings)."""
+Report = Callable[[EngineReady, EngineConfig, ServerSettings], None]
+"""Shows what was started."""
 
 LAST_WORDS = 1.0
 """Seconds for error replies to reach clients whose requests are ended."""
@@ -61,7 +63,7 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
             settings = dataclasses.replace(settings, port=sock.getsockname()[1])
         # Before the loop runs: this may download a model, and Ctrl-C must work meanwhile.
         llm = AsyncLLM.from_engine_args(args, progress=progress)
-        runner.run(_main(llm, settings, sock, report or _default_report(), progress))
+        runner.run(_main(llm, settings, sock, report or _default_report(settings.log_format), progress))
 
 
 @contextlib.contextmanager
@@ -256,17 +258,24 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return cast("Callable[[], asyncio.AbstractEventLoop]", uvloop.new_event_loop)
 
 
-def _default_report() -> Report:
+def _default_report(log_format: str) -> Report:
+    if log_format == "json":
+        return _log_report  # a table would not be JSON lines
     # By name: the command line sits above the frontend and must not become an import of it.
     try:
         report: Report = importlib.import_module("octavo.cli.report").startup_report
     except (ImportError, AttributeError):
-        return lambda ready, config, settings: logger.info(
-            "%s ready on %s: %d blocks of %d tokens, %.1f s",
-            config.model.name,
-            ready.device,
-            ready.num_blocks,
-            ready.block_size,
-            sum(p.seconds for p in ready.phases),
-        )
+        return _log_report
     return report
+
+
+def _log_report(ready: EngineReady, config: EngineConfig, _settings: ServerSettings) -> None:
+    fields = {
+        "device": ready.device,
+        "dtype": ready.dtype,
+        "kv_tokens": ready.num_blocks * ready.block_size,
+        "max_model_len": ready.max_model_len,
+        "max_num_seqs": ready.max_num_seqs,
+        "seconds": round(sum(p.seconds for p in ready.phases), 2),
+    }
+    logger.info("%s is loaded", config.model.name, extra=fields)

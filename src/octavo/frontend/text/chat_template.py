@@ -52,6 +52,8 @@ class ChatTemplates:
             InvalidRequest: the model has none, or none that is called so.
         """
         if requested is not None:
+            if not isinstance(requested, str):
+                raise InvalidRequest(f"chat_template must be a string, got {type(requested).__name__}.", param="chat_template")
             if requested in self.named:
                 return self.named[requested]
             if "{" not in requested:

@@ -1,12 +1,32 @@
-"""What a CPU does better than plain torch: linear layers with weights laid out once, at load, for oneDNN."""
+"""What a CPU does better than plain torch.
+
+Everywhere: linear layers with weights laid out once, at load, for oneDNN. Where the compiled kernels were built: whole forward
+passes over weights that stay as small as the checkpoint has them, and paged attention to go with them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from octavo.errors import ConfigError
 from octavo.ops.cpu import linear
+from octavo.ops.program import DecoderKernels
 
 
 def overrides() -> dict[str, Any]:
     """Operation name -> implementation. Empty where this torch has no oneDNN."""
     return {"pack_linear": linear.pack_linear, "linear": linear.linear} if linear.available() else {}
+
+
+def decoder_kernels() -> DecoderKernels:
+    """The compiled kernels.
+
+    Raises:
+        ConfigError: they were not built.
+    """
+    from octavo.ops.cpu import abi, panels
+    from octavo.ops.cpu.decoder import CpuDecoder
+
+    if abi.library() is None:
+        raise ConfigError("The compiled CPU kernels are not there. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch.")
+    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), CpuDecoder)

@@ -165,6 +165,17 @@ def test_the_search_for_a_tail_is_bounded_and_prefers_the_recent() -> None:
     assert tree.match(key(1, 100, 7), "", 9).tail_tokens == 1
 
 
+def test_a_tail_that_is_there_is_found_behind_any_number_of_siblings() -> None:
+    tree = PrefixTree(64)
+    count = 2 * TAIL_CANDIDATES
+    for i in range(count):
+        tree.insert_tail(tree.root(""), key(1, 100 + i), 10 + i)
+    assert tree.insert_tail(tree.root(""), key(1, 100), 500) == (False, [])
+    for i in range(count):
+        tree.retire(10 + i)
+    assert [tree.evict() for _ in range(count + 1)] == [*range(10, 10 + count), None]
+
+
 def test_salts_leave_nothing_behind() -> None:
     tree = PrefixTree(SIZE)
     for i in range(100):

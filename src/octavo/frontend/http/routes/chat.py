@@ -54,6 +54,8 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     check_tools(body)
     top_logprobs = _top_logprobs(ctx, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        raise InvalidRequest(f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}.", param="max_completion_tokens")
     defaults = ctx.llm.default_sampling_params
     params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
     prompt = await render(ctx.llm, body, trust_template=settings.trust_request_chat_template)

@@ -1,0 +1,15 @@
+#!/bin/sh
+# The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer: `scripts/sanitize_kernels.sh [python]`.
+# Builds into a copy of the package, so that the tree's own library stays as it is. Needs g++ with its sanitizer libraries.
+set -eu
+python=${1:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cp -r src setup.py pyproject.toml README.md LICENSE tests "$work"
+cd "$work"
+rm -f src/octavo/ops/cpu/_native*.so
+flags="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+CXXFLAGS="$flags" CFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" "$python" setup.py -q build_ext --inplace
+ls src/octavo/ops/cpu/_native*.so
+LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+    PYTHONPATH=src "$python" -m pytest -q -p no:cacheprovider tests/ops/cpu tests/unit/attention/test_native_cpu.py tests/models/test_native_batches.py

@@ -1,0 +1,116 @@
+"""Paged attention by the compiled CPU kernels.
+
+Layout of a layer's cache: keys [num_blocks, kv_heads, head_dim, padded block], so that a vector of scores is made without a
+horizontal sum; values [num_blocks, kv_heads, block_size, padded head_dim], so that their weighted sum is too. Both paddings are
+to whole vectors. Only places that hold a token of a row are ever read into its result, whatever lies beside them.
+
+What a query gets is the same bits in any batch, and the same whether it is decoded or part of a prompt chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.errors import ConfigError
+from octavo.ops.cpu import abi
+from octavo.ops.cpu.paged import PagedStep
+from octavo.protocol.step import Int32
+
+LANES = 16
+"""Numbers in the widest vector that the kernels are compiled for."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """What a step's structures point into."""
+
+    tensors: tuple[torch.Tensor, ...]
+    arrays: tuple[Int32, ...]
+
+
+class NativeCpuAttention:
+    """Owns the KV cache of all layers. Implements `AttentionBackend`.
+
+    Args:
+        dtype: of the cache: float32 or float16.
+        threads: for layers that are called one by one; a compiled decoder brings its own.
+
+    Raises:
+        ConfigError: another dtype.
+    """
+
+    name = "native-cpu"
+
+    def __init__(
+        self,
+        layers: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        threads: int = 1,
+    ) -> None:
+        if dtype not in (torch.float32, torch.float16):
+            raise ConfigError(
+                f"--kv-cache-dtype {str(dtype).removeprefix('torch.')} does not go with the native CPU kernels. Use float16 or float32."
+            )
+        # Never written means never touched: the system hands out these pages only when a block is first used.
+        self._keys = [torch.empty(num_blocks, s.num_kv_heads, s.head_dim, _padded(block_size), dtype=dtype, device=device) for s in layers]
+        self._values = [
+            torch.empty(num_blocks, s.num_kv_heads, block_size, _padded(s.head_dim), dtype=dtype, device=device) for s in layers
+        ]
+        described = [
+            abi.Cache(
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+                heads=spec.num_heads,
+                kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                padded_dim=_padded(spec.head_dim),
+                block_size=block_size,
+                padded_block=_padded(block_size),
+                half=int(dtype == torch.float16),
+                window=spec.sliding_window or 0,
+                scale=spec.scale,
+                soft_cap=spec.soft_cap or 0.0,
+            )
+            for spec, keys, values in zip(layers, self._keys, self._values, strict=True)
+        ]
+        self._caches: ctypes.Array[Any] = abi.array_of(abi.Cache, described)
+        self._engine = functools.cache(lambda: abi.Engine(threads))
+
+    @staticmethod
+    def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
+        numbers = sum(s.num_kv_heads * (s.head_dim * _padded(block_size) + block_size * _padded(s.head_dim)) for s in layers)
+        return numbers * dtype.itemsize
+
+    def plan(self, batch: StepBatch) -> Attend:
+        tensors = tuple(t.contiguous() for t in (batch.token_ids, batch.positions, batch.cache_slots, batch.block_tables))
+        arrays = (batch.cpu_start.astype("int32", copy=False), batch.cpu_count.astype("int32", copy=False))
+        tokens, positions, slots, tables = tensors
+        step = abi.Step(
+            token_ids=tokens.data_ptr(),
+            positions=positions.data_ptr(),
+            cache_slots=slots.data_ptr(),
+            row_start=arrays[0].ctypes.data,
+            row_count=arrays[1].ctypes.data,
+            block_tables=tables.data_ptr(),
+            table_stride=tables.shape[1],
+            num_tokens=batch.num_tokens,
+            num_rows=len(batch.cpu_count),
+        )
+        return PagedStep(step, self._caches, _Owned(tensors, arrays), self._engine)
+
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        for cache in (*self._keys, *self._values):
+            cache.index_copy_(0, dst.long(), cache.index_select(0, src))
+
+
+def _padded(count: int) -> int:
+    return -(-count // LANES) * LANES

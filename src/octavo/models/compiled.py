@@ -1,0 +1,95 @@
+"""`CompiledDecoder`: the same decoder as `decoder.py` where the device runs a whole forward pass in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.base import Attend
+from octavo.layers.rope import cos_sin_table
+from octavo.models.decoder import Decoder, Model, Weights
+from octavo.models.spec import ModelSpec
+from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
+from octavo.ops.registry import Ops
+
+
+def build_decoder(
+    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, int8_activations: bool = True
+) -> Model:
+    """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
+
+    Args:
+        max_length: the longest sequence served; positions are below it.
+        threads, int8_activations: see `ops.program.CompileDecoder`.
+    """
+    if ops.decoder is None:
+        return Decoder(spec, weights, ops, max_length=max_length)
+    return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, int8_activations=int8_activations)
+
+
+class CompiledDecoder:
+    """Implements `Model`. Holds weights and no state between calls."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, int8_activations: bool
+    ) -> None:
+        self.spec = spec
+        self.layer_specs = spec.layer_specs
+        self.weights_bytes = weights.nbytes
+        self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, int8_activations=int8_activations)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self._compiled.forward(token_ids, positions, attend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.logits`."""
+        return self._compiled.logits(hidden)
+
+    def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.compact_logits`: the kernels make float32 anyway."""
+        return self._compiled.logits(hidden)
+
+
+def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:
+    """The decoder as data."""
+    tensors, panels = weights.tensors, weights.panels
+    embed = panels["embed"]
+    return DecoderProgram(
+        layers=tuple(_layer(i, weights) for i in range(spec.num_layers)),
+        embed=embed,
+        head=embed if spec.tied_embeddings else panels["head"],
+        final_norm=tensors["norm"],
+        cos_sin=cos_sin_table(spec.rope, max_length, torch.device("cpu")),
+        hidden=spec.hidden_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        inner=spec.mlp.intermediate_size,
+        vocab=spec.vocab_size,
+        activation=spec.mlp.activation,
+        norm_eps=spec.norm_eps,
+        embedding_scale=spec.embedding_scale,
+        residual_multiplier=spec.residual_multiplier,
+        logit_scale=spec.logit_scale,
+        logit_soft_cap=spec.logit_soft_cap,
+    )
+
+
+def _layer(index: int, weights: Weights) -> LayerProgram:
+    tensors, panels, prefix = weights.tensors, weights.panels, f"layers.{index}."
+    return LayerProgram(
+        qkv=panels[prefix + "qkv.weight"],
+        out=panels[prefix + "attention_out.weight"],
+        gate_up=panels[prefix + "gate_up.weight"],
+        down=panels[prefix + "down.weight"],
+        qkv_bias=tensors.get(prefix + "qkv.bias"),
+        out_bias=tensors.get(prefix + "attention_out.bias"),
+        gate_up_bias=tensors.get(prefix + "gate_up.bias"),
+        down_bias=tensors.get(prefix + "down.bias"),
+        attention_norm=tensors.get(prefix + "attention_norm"),
+        attention_post_norm=tensors.get(prefix + "attention_post_norm"),
+        mlp_norm=tensors.get(prefix + "mlp_norm"),
+        mlp_post_norm=tensors.get(prefix + "mlp_post_norm"),
+        q_norm=tensors.get(prefix + "q_norm"),
+        k_norm=tensors.get(prefix + "k_norm"),
+    )

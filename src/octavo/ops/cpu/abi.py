@@ -1,0 +1,175 @@
+"""The compiled kernels' C interface (native/abi.h) in ctypes: structures, function signatures, and how the library is found."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Final, TypeVar
+
+import torch
+
+from octavo.config.device import native_kernels_path
+from octavo.ops.packed import PanelKind, PanelWeight
+from octavo.ops.registry import Activation
+
+S = TypeVar("S", bound=ctypes.Structure)
+
+ABI: Final = 1
+KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
+SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
+    "F32": (0, "f32"),
+    "F16": (1, "f16"),
+    "BF16": (2, "bf16"),
+    "Q4_0": (3, "q4"),
+    "Q4_1": (4, "q4"),
+    "Q8_0": (5, "q8"),
+}
+"""How rows are stored -> (code, the kind of panel they become)."""
+ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+LEVELS: Final = ("portable", "avx2", "avx512", "neon")
+
+
+class Segment(ctypes.Structure):
+    """Consecutive rows of one kind."""
+
+    _fields_ = [("kind", c_int32), ("rows", c_int32), ("data", c_void_p)]
+
+
+class Linear(ctypes.Structure):
+    """A linear layer."""
+
+    _fields_ = [
+        ("segments", POINTER(Segment)),
+        ("bias", c_void_p),
+        ("num_segments", c_int32),
+        ("out_features", c_int32),
+        ("in_features", c_int32),
+        ("padding", c_int32),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")),
+    ]
+
+
+class Decoder(ctypes.Structure):
+    """A whole decoder."""
+
+    _fields_ = [
+        ("layers", POINTER(Layer)),
+        ("embed", Linear),
+        ("head", Linear),
+        ("final_norm", c_void_p),
+        ("cos_sin", c_void_p),
+        *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "vocab")),
+        ("activation", c_int32),
+        ("int8_activations", c_int32),
+        *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_multiplier", "logit_scale", "logit_soft_cap")),
+        ("padding", c_int32),
+    ]
+
+
+class Cache(ctypes.Structure):
+    """One layer's attention, and where its keys and values are."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "padded_dim", "block_size", "padded_block", "half", "window")),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+    ]
+
+
+class Step(ctypes.Structure):
+    """The tokens of a step and whom they belong to."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("token_ids", "positions", "cache_slots", "row_start", "row_count", "block_tables")),
+        ("table_stride", c_int64),
+        ("num_tokens", c_int32),
+        ("num_rows", c_int32),
+    ]
+
+
+_SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
+    "octavo_abi": (c_int32, []),
+    "octavo_level": (c_int32, []),
+    "octavo_set_level": (c_int32, [c_int32]),
+    "octavo_engine_new": (c_void_p, [c_int32]),
+    "octavo_engine_free": (None, [c_void_p]),
+    "octavo_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+    "octavo_pack": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "octavo_linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
+    "octavo_embedding": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "octavo_rms_norm": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64]),
+    "octavo_rope": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64]),
+    "octavo_gated_mul": (None, [c_void_p, c_int64, c_int64, c_int32, c_void_p]),
+    "octavo_attention": (None, [c_void_p, c_void_p, c_void_p, *([c_void_p, c_int64] * 3), c_void_p]),
+    "octavo_forward": (None, [c_void_p] * 5),
+    "octavo_begin": (None, [c_void_p] * 3),
+    "octavo_layer_qkv": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
+    "octavo_layer_rest": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+    "octavo_logits": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they were not built. Calls release the GIL."""
+    path = native_kernels_path()
+    if path is None:
+        return None
+    found = ctypes.CDLL(path)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+    return found if found.octavo_abi() == ABI else None
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, for code that only runs where it is there."""
+    found = library()
+    if found is None:
+        raise RuntimeError("the compiled CPU kernels are not there")
+    return found
+
+
+class Engine:
+    """Threads and scratch memory of one worker, freed with this object. One call at a time."""
+
+    def __init__(self, threads: int) -> None:
+        self._library = loaded()
+        self.handle: int = self._library.octavo_engine_new(threads)
+        if not self.handle:
+            raise MemoryError("no memory for the CPU kernels' threads")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.octavo_engine_free(self.handle)
+            self.handle = 0
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The address of a tensor's first element; null for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def describe_linear(weight: PanelWeight, bias: torch.Tensor | None = None) -> Linear:
+    """The C view of a weight. Points into its tensors: keep them."""
+    segments = (Segment * len(weight.segments))(
+        *(Segment(KINDS[segment.kind], segment.rows, segment.data.data_ptr()) for segment in weight.segments)
+    )
+    return Linear(segments, pointer(bias), len(weight.segments), weight.out_features, weight.in_features, 0)
+
+
+def array_of(kind: type[S], items: Sequence[S]) -> ctypes.Array[S]:
+    """Structures side by side in memory."""
+    return (kind * len(items))(*items)

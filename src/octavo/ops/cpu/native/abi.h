@@ -1,0 +1,119 @@
+// The C interface of the library: plain structs and functions, called through ctypes. Keep in step with abi.py.
+//
+// Conventions: row-major float32 unless said otherwise; a leading dimension is in elements; a null pointer means "not there".
+// Nothing here throws, and nothing keeps a pointer after the call except an Engine, which keeps its scratch memory.
+#pragma once
+
+#include <cstdint>
+
+#define OCTAVO_ABI 1
+
+enum OctavoKind : int32_t {
+    KIND_F32 = 0,
+    KIND_F16 = 1,
+    KIND_BF16 = 2,
+    KIND_Q4 = 3,  // groups of 32: w = scale * q + minimum, q in 0..15
+    KIND_Q8 = 4,  // groups of 32: w = scale * (q - 128), q in 0..255
+};
+
+enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are packed
+    SOURCE_F32 = 0,
+    SOURCE_F16 = 1,
+    SOURCE_BF16 = 2,
+    SOURCE_Q4_0 = 3,
+    SOURCE_Q4_1 = 4,
+    SOURCE_Q8_0 = 5,
+};
+
+enum OctavoActivation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2 };
+
+struct OctavoSegment {  // consecutive rows of one kind
+    int32_t kind;
+    int32_t rows;
+    const void* data;
+};
+
+struct OctavoLinear {
+    const OctavoSegment* segments;
+    const float* bias;  // [out_features]
+    int32_t num_segments;
+    int32_t out_features;
+    int32_t in_features;
+    int32_t padding;
+};
+
+struct OctavoLayer {
+    OctavoLinear qkv, out, gate_up, down;
+    const float* attention_norm;  // all [hidden]
+    const float* attention_post_norm;
+    const float* mlp_norm;
+    const float* mlp_post_norm;
+    const float* q_norm;  // [head_dim]
+    const float* k_norm;
+};
+
+struct OctavoDecoder {
+    const OctavoLayer* layers;
+    OctavoLinear embed, head;
+    const float* final_norm;  // [hidden]
+    const float* cos_sin;     // [positions, rotary_dim]
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, rotary_dim, inner, vocab;
+    int32_t activation;
+    int32_t int8_activations;
+    float norm_eps, embedding_scale, residual_multiplier, logit_scale, logit_soft_cap;
+    int32_t padding;
+};
+
+struct OctavoCache {  // one layer's attention and where its keys and values are
+    void* keys;       // [blocks, kv_heads, head_dim, padded_block]: a key is a column
+    void* values;     // [blocks, kv_heads, block_size, padded_dim]: a value is a row
+    int32_t heads, kv_heads, head_dim, padded_dim, block_size, padded_block;
+    int32_t half;     // float16 cache
+    int32_t window;   // 0: none
+    float scale, soft_cap;
+};
+
+struct OctavoStep {
+    const int64_t* token_ids;     // [tokens]
+    const int64_t* positions;     // [tokens]
+    const int64_t* cache_slots;   // [tokens]
+    const int32_t* row_start;     // [rows] first position computed
+    const int32_t* row_count;     // [rows] tokens computed
+    const int32_t* block_tables;  // [rows, table_stride]
+    int64_t table_stride;
+    int32_t num_tokens, num_rows;
+};
+
+struct OctavoEngine;  // threads and scratch memory; one call at a time
+
+#define EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+EXPORT int32_t octavo_abi();
+EXPORT int32_t octavo_level();                // the kernels in use: 0 portable, 1 AVX2, 2 AVX-512 VNNI, 3 NEON dot product
+EXPORT int32_t octavo_set_level(int32_t);     // 0 if this machine cannot run it
+EXPORT OctavoEngine* octavo_engine_new(int32_t threads);
+EXPORT void octavo_engine_free(OctavoEngine*);
+
+EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
+// Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.
+EXPORT void octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
+
+EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t int8);
+EXPORT void octavo_embedding(const OctavoLinear*, const int64_t* ids, int64_t tokens, float* out);
+EXPORT void octavo_rms_norm(const float* x, int64_t ldx, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int64_t ldo);
+EXPORT void octavo_rope(float* x, int64_t ldx, int64_t tokens, int64_t heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim);
+EXPORT void octavo_gated_mul(const float* gate_up, int64_t rows, int64_t dim, int32_t activation, float* out);
+
+// Write the step's keys and values into the cache, then attend. q [tokens, heads, head_dim] with row strides, out contiguous.
+EXPORT void octavo_attention(OctavoEngine*, const OctavoCache*, const OctavoStep*, const float* q, int64_t ldq, const float* k, int64_t ldk,
+                      const float* v, int64_t ldv, float* out);
+
+// The whole forward pass: hidden [tokens, hidden], after the final norm. One OctavoCache a layer.
+EXPORT void octavo_forward(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoStep*, float* hidden);
+// The same in pieces, for attention that is not ours: begin, then for each layer qkv (rotated) and rest; the last rest fills hidden.
+EXPORT void octavo_begin(OctavoEngine*, const OctavoDecoder*, const OctavoStep*);
+EXPORT void octavo_layer_qkv(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, float* qkv);
+EXPORT void octavo_layer_rest(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, const float* attended, float* hidden);
+EXPORT void octavo_logits(OctavoEngine*, const OctavoDecoder*, const float* hidden, int64_t rows, float* logits);
+}

@@ -1,0 +1,64 @@
+// What each instruction-set level provides: single-threaded functions over rows, panels and tiles.
+//
+// Rule for all of them: what a token gets never depends on which tokens are computed beside it. Every kernel does the same
+// arithmetic in the same order for one token as for many.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+constexpr int PANEL = 16;        // weight rows side by side
+constexpr int GROUP = 32;        // columns that share a scale
+constexpr int MAX_QUERIES = 6;   // queries of one attention tile: what registers hold
+constexpr int KEY_CHUNK = 256;   // keys between two rescalings of the online softmax, aligned to multiples of itself
+constexpr int Q4_GROUP_BYTES = PANEL * GROUP / 2 + 2 * PANEL * 2;
+constexpr int Q8_GROUP_BYTES = PANEL * GROUP + PANEL * 2;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Inputs of a linear layer: float rows, and (for packed weights) the same rounded to 8 bits with a scale a group.
+struct Activations {
+    const float* values;  // [tokens, ld]
+    int64_t ld;
+    const int8_t* rounded;    // [tokens, groups * 32]
+    const float* scales;      // [tokens, groups]
+    const float* sums;        // [tokens, groups] scale * sum of rounded
+    const int32_t* counts;    // [tokens, groups] sum of rounded
+    int64_t columns;
+    int64_t groups;
+};
+
+struct AttentionTile {
+    const OctavoCache* cache;
+    const int32_t* table;  // the row's blocks
+    int kv_head;
+    int num_queries;
+    const float* queries[MAX_QUERIES];
+    float* outputs[MAX_QUERIES];
+    int32_t first[MAX_QUERIES];  // visible positions [first, last)
+    int32_t last[MAX_QUERIES];
+};
+
+struct Kernels {
+    bool rounds_q8;  // whether panel_int8 takes Q8 panels; it takes Q4 ones at every level, and floats at none
+    // One panel times tokens [begin, end): out[token * ldo + lane] for `lanes` rows.
+    void (*panel_int8)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
+                       const float* bias, int lanes);
+    void (*panel_float)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
+                        const float* bias, int lanes);
+    void (*embed_row)(int32_t kind, const uint8_t* panel, int lane, int64_t columns, float scale, float* out);
+    void (*quantise)(const float* x, int64_t columns, int8_t* rounded, float* scales, float* sums, int32_t* counts);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int64_t dim, float* out);
+    void (*add)(const float* x, float factor, int64_t dim, float* residual);  // residual += factor * x
+    void (*rope)(float* head, const float* cos_sin, int64_t rotary_dim);
+    void (*gated_mul)(const float* gate, const float* up, int64_t dim, int32_t activation, float* out);
+    void (*store_key_value)(const OctavoCache&, int64_t slot, int kv_head, const float* key, const float* value);
+    void (*attend)(const AttentionTile&);
+    void (*finish_logits)(float* logits, int64_t count, float scale, float soft_cap);
+};
+
+const Kernels* kernels_portable();
+const Kernels* kernels_avx2();     // null where not compiled for this architecture
+const Kernels* kernels_avx512();
+const Kernels* kernels_neon();

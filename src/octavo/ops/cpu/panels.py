@@ -1,0 +1,59 @@
+"""Weights as panels of 16 rows (layouts: native/matmul.h), packed from a checkpoint's own bytes without unpacking them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from octavo.ops.cpu.abi import KINDS, SOURCES, Engine, describe_linear, loaded
+from octavo.ops.packed import EncodedRows, Panels, PanelWeight
+
+
+def pack_rows(rows: EncodedRows) -> Panels:
+    """See `ops.registry.PackRows`."""
+    source, kind = SOURCES[rows.encoding]
+    count, columns = rows.shape
+    library = loaded()
+    # On a cache line: panels of every kind but q8 then start on one too.
+    nbytes = library.octavo_packed_bytes(KINDS[kind], count, columns)
+    whole = torch.empty(nbytes + 64, dtype=torch.uint8)
+    packed = whole[-whole.data_ptr() % 64 :][:nbytes]
+    order = None if rows.order is None else np.ascontiguousarray(rows.order, np.int64)
+    library.octavo_pack(
+        source,
+        rows.data.ctypes.data_as(ctypes.c_void_p),
+        rows.data.shape[1],
+        None if order is None else order.ctypes.data_as(ctypes.c_void_p),
+        count,
+        columns,
+        packed.data_ptr(),
+    )
+    return Panels(kind, count, packed)
+
+
+def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, *, int8: bool) -> torch.Tensor:
+    """x @ weight.T + bias, one layer by itself.
+
+    Args:
+        x: [tokens, in_features] float32; its rows may be strided.
+        int8: round x to 8 bits for q4 and q8 weights, with a scale for each 32 columns of a token.
+
+    Returns:
+        [tokens, out_features] float32
+    """
+    out = torch.empty(x.shape[0], weight.out_features)
+    described = describe_linear(weight, bias)
+    loaded().octavo_linear(
+        engine.handle, ctypes.byref(described), x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0), int(int8)
+    )
+    return out
+
+
+def embedding(table: PanelWeight, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a packed table: [tokens] int64 -> [tokens, in_features] float32."""
+    out = torch.empty(token_ids.shape[0], table.in_features)
+    described = describe_linear(table)
+    loaded().octavo_embedding(ctypes.byref(described), token_ids.contiguous().data_ptr(), token_ids.shape[0], out.data_ptr())
+    return out

@@ -1,0 +1,97 @@
+"""A decoder described as data, for a device that runs a whole forward pass in one call.
+
+Where `Ops.decoder` is there, a model hands it one `DecoderProgram` after loading and calls what comes back once a step, instead
+of calling one operation after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from octavo.ops.packed import EncodedRows, Panels, PanelWeight
+
+if TYPE_CHECKING:
+    from octavo.ops.registry import Activation
+
+AttendLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim]: `attention.Attend`."""
+
+
+@dataclass(frozen=True)
+class LayerProgram:
+    """One layer. A norm that is None is not there; biases and norms are float32."""
+
+    qkv: PanelWeight
+    out: PanelWeight
+    gate_up: PanelWeight
+    down: PanelWeight
+    qkv_bias: torch.Tensor | None
+    out_bias: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    attention_norm: torch.Tensor | None
+    attention_post_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderProgram:
+    """A decoder with its weights; `models.spec.ModelSpec` says what each number means."""
+
+    layers: tuple[LayerProgram, ...]
+    embed: PanelWeight
+    head: PanelWeight
+    final_norm: torch.Tensor
+    cos_sin: torch.Tensor
+    """[longest sequence, rotary_dim] float32"""
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    activation: Activation
+    norm_eps: float
+    embedding_scale: float
+    residual_multiplier: float
+    logit_scale: float
+    logit_soft_cap: float | None
+
+
+class CompiledDecoder(Protocol):
+    """A program that is ready to run."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer) -> torch.Tensor:
+        """[tokens] int64, [tokens] int64 -> [tokens, hidden] float32, after the final norm.
+
+        Attention of the same device is fused into the pass, and brings the token ids and positions of its step itself.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab] float32."""
+
+
+class CompileDecoder(Protocol):
+    def __call__(self, program: DecoderProgram, *, threads: int, int8_activations: bool) -> CompiledDecoder:
+        """
+        Args:
+            int8_activations: inputs of layers with 4- and 8-bit weights are rounded to 8 bits, with a scale for each 32
+                numbers; False keeps them float32.
+        """
+
+
+@dataclass(frozen=True)
+class DecoderKernels:
+    """What a device that runs whole forward passes brings."""
+
+    pack_rows: Callable[[EncodedRows], Panels]
+    """Checkpoint rows -> panels; of every encoding in `encodings`."""
+    encodings: frozenset[str]
+    compile: CompileDecoder

@@ -1,0 +1,12 @@
+"""What has to be set before anything is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    # Read when Triton itself is imported, which other tests' libraries may do first: without a GPU its kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")

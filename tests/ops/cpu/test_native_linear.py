@@ -1,0 +1,172 @@
+"""Packed linear layers against float64 products of the unpacked weights, at every level."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.ops.cpu import abi, panels
+from octavo.ops.packed import EncodedRows, PanelWeight
+from tests.support.encoded_rows import BLOCK_BYTES, ENCODINGS, as_float, random_rows
+
+PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def packed(*parts: EncodedRows) -> PanelWeight:
+    return PanelWeight(tuple(panels.pack_rows(p) for p in parts), sum(p.shape[0] for p in parts), parts[0].shape[1])
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """What 8-bit activations stand for: x to the nearest of 255 steps of each group of 32."""
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True)
+    steps = torch.round(groups * torch.where(largest > 0, 127.0 / largest, 0.0))
+    return (steps * (largest / 127.0)).flatten(1)[:, : x.shape[1]]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@PROPERTY
+@given(
+    encodings=st.lists(st.sampled_from(ENCODINGS), min_size=1, max_size=3),
+    tokens=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 13, 65, 131]),
+    rows=st.lists(st.integers(1, 70), min_size=3, max_size=3),
+    groups=st.integers(1, 5),
+    bias=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_float_activations(
+    engine: abi.Engine, encodings: list[str], tokens: int, rows: list[int], groups: int, bias: bool, seed: int
+) -> None:
+    parts = [random_rows(e, r, 32 * groups, seed + i) for i, (e, r) in enumerate(zip(encodings, rows, strict=False))]
+    weight, x = packed(*parts), randn(tokens, 32 * groups, seed=seed)
+    b = randn(weight.out_features, seed=seed + 9) if bias else None
+    expected = x.double() @ torch.cat([as_float(p) for p in parts]).double().T + (0 if b is None else b.double())
+    out = panels.linear(engine, x, weight, b, int8=False)
+    torch.testing.assert_close(out.double(), expected, atol=2e-5 * (32 * groups) ** 0.5, rtol=1e-5)
+
+
+@PROPERTY
+@given(
+    encoding=st.sampled_from(list(BLOCK_BYTES)),
+    tokens=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 33]),
+    rows=st.integers(1, 70),
+    groups=st.integers(1, 5),
+    spread=st.sampled_from([1e-6, 1.0, 1e4]),
+    seed=st.integers(0, 999),
+)
+def test_int8_activations_are_the_rounded_ones(
+    engine: abi.Engine, level: str, encoding: str, tokens: int, rows: int, groups: int, spread: float, seed: int
+) -> None:
+    part = random_rows(encoding, rows, 32 * groups, seed)
+    x = randn(tokens, 32 * groups, seed=seed) * spread
+    x[0, :32] = 0
+    takes_floats = level == "avx2" and encoding == "Q8_0"
+    expected = (x if takes_floats else rounded(x)).double() @ as_float(part).double().T
+    out = panels.linear(engine, x, packed(part), None, int8=True)
+    torch.testing.assert_close(out.double() / spread, expected / spread, atol=2e-5 * (32 * groups) ** 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 33, 65])
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16"])
+def test_columns_need_not_be_whole_groups(engine: abi.Engine, encoding: str, columns: int) -> None:
+    part, x = random_rows(encoding, 37, columns, 1), randn(9, columns)
+    out = panels.linear(engine, x, packed(part), None, int8=True)
+    torch.testing.assert_close(out, x @ as_float(part).T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_row_is_the_same_bits_in_any_batch(engine: abi.Engine, encoding: str, int8: bool) -> None:
+    weight, x = packed(random_rows(encoding, 90, 96, 3)), randn(140, 96)
+    alone = torch.cat([panels.linear(engine, row[None], weight, None, int8=int8) for row in x])
+    single = abi.Engine(1)
+    for count in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 63, 64, 65, 128, 129, 140):
+        assert torch.equal(panels.linear(engine, x[:count], weight, None, int8=int8), alone[:count])
+        assert torch.equal(panels.linear(single, x[-count:], weight, None, int8=int8), alone[-count:])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_of_x_may_be_strided_and_start_anywhere(engine: abi.Engine, int8: bool) -> None:
+    weight, wide = packed(random_rows("Q4_1", 48, 64, 1)), randn(10, 131)
+    for x in (wide[:, 3:67], wide[::2, 1:65]):
+        assert x.data_ptr() % 16
+        expected = panels.linear(engine, x.contiguous(), weight, None, int8=int8)
+        assert torch.equal(panels.linear(engine, x, weight, None, int8=int8), expected)
+
+
+@pytest.mark.parametrize("rows", [5, 16, 27])
+def test_output_may_be_a_slice_of_a_wider_buffer(engine: abi.Engine, rows: int) -> None:
+    """And nothing beside the slice is touched."""
+    weight, x = packed(random_rows("Q4_0", rows, 64, 2)), randn(7, 64)
+    buffer = torch.full((7, rows + 11), 3.0)
+    described = abi.describe_linear(weight)
+    target = buffer[:, 6 : 6 + rows]
+    abi.loaded().octavo_linear(engine.handle, ctypes.byref(described), x.data_ptr(), 64, 7, target.data_ptr(), buffer.stride(0), 1)
+    assert torch.equal(target, panels.linear(engine, x, weight, None, int8=True))
+    assert (buffer[:, :6] == 3.0).all() and (buffer[:, 6 + rows :] == 3.0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_bad_number_shows_in_its_own_row_only(engine: abi.Engine, encoding: str, int8: bool, bad: float) -> None:
+    weight, x = packed(random_rows(encoding, 40, 96, 4)), randn(9, 96)
+    expected = panels.linear(engine, x, weight, None, int8=int8)
+    x[5, 70] = bad
+    out = panels.linear(engine, x, weight, None, int8=int8)
+    assert not out[5].isfinite().any()
+    others = [0, 1, 2, 3, 4, 6, 7, 8]
+    assert torch.equal(out[others], expected[others])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_rows_are_packed_in_the_order_asked_for(engine: abi.Engine, encoding: str) -> None:
+    rows = random_rows(encoding, 50, 64, 6)
+    order = np.random.default_rng(0).permutation(50)
+    shuffled = EncodedRows(encoding, (50, 64), rows.data, order)
+    x = randn(3, 64)
+    assert torch.equal(
+        panels.linear(engine, x, packed(shuffled), None, int8=True), panels.linear(engine, x, packed(rows), None, int8=True)[:, order]
+    )
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_embedding_unpacks_rows(level: str, encoding: str) -> None:
+    first, second = random_rows(encoding, 21, 64, 7), random_rows("F16", 9, 64, 8)
+    ids = torch.tensor([0, 20, 21, 29, 7, 7, 15, 16])
+    expected = torch.cat([as_float(first), as_float(second)])[ids]
+    torch.testing.assert_close(panels.embedding(packed(first, second), ids), expected, atol=0, rtol=1e-6)
+
+
+def test_minimum_of_q4_0_is_exact_for_every_scale(level: str) -> None:
+    """Minus eight times the scale, also where the scale is subnormal; scales that would overflow are met with the largest number."""
+    scales = np.arange(0, 2**16, dtype=np.uint16)
+    finite = np.isfinite(scales.view(np.float16)) & (np.abs(scales.view(np.float16).astype(np.float32)) < 8188)
+    scales = scales[finite]
+    scales = scales[: len(scales) // 16 * 16]
+    block = np.zeros((len(scales), 18), np.uint8)
+    block[:, :2] = scales.view(np.uint8).reshape(-1, 2)
+    table = packed(EncodedRows("Q4_0", (len(scales), 32), block))
+    out = panels.embedding(table, torch.arange(len(scales)))
+    expected = torch.from_numpy(-8.0 * scales.view(np.float16).astype(np.float32))
+    assert torch.equal(out, expected[:, None].expand_as(out))
+
+
+def test_float16_is_read_exactly(level: str) -> None:
+    bits = np.arange(0, 2**16, dtype=np.uint16).reshape(-1, 32)
+    out = panels.embedding(packed(EncodedRows("F16", bits.shape, bits.view(np.uint8))), torch.arange(len(bits)))
+    expected = torch.from_numpy(bits.view(np.float16).astype(np.float32))
+    torch.testing.assert_close(out, expected, atol=0, rtol=0, equal_nan=True)
+
+
+def test_no_tokens_is_no_work(engine: abi.Engine) -> None:
+    weight = packed(random_rows("Q4_1", 16, 32, 0))
+    assert panels.linear(engine, torch.empty(0, 32), weight, None, int8=True).shape == (0, 16)

@@ -1,0 +1,50 @@
+"""Which CPU kernels a configuration means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.config.args import EngineArgs
+from octavo.config.resolve import resolve
+from octavo.config.types import DeviceInfo, EngineConfig
+from octavo.errors import ConfigError
+
+
+def config(*, built: bool | None, **settings: Any) -> EngineConfig:
+    return resolve(
+        EngineArgs(**settings),
+        path="/nowhere",
+        name="tiny",
+        hf_config={"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 512},
+        eos_token_ids=(2,),
+        device=DeviceInfo("cpu", "test", 2**33, 2**33, 1, native_kernels=built),
+    )
+
+
+def test_native_where_built_with_a_float16_cache() -> None:
+    chosen = config(built=True)
+    assert (chosen.device.native_kernels, chosen.device.int8_activations, chosen.cache.dtype) == (True, True, "float16")
+    assert config(built=True, kv_cache_dtype="float32").cache.dtype == "float32"
+    assert config(built=True, cpu_activations="float32").device.int8_activations is False
+
+
+@pytest.mark.parametrize("settings", [{"cpu_kernels": "torch"}, {"dtype": "bfloat16"}])
+def test_torch_when_asked_or_not_float32(settings: dict[str, str]) -> None:
+    chosen = config(built=True, **settings)
+    assert chosen.device.native_kernels is False
+    assert chosen.cache.dtype == chosen.model.dtype
+    assert not chosen.warnings
+
+
+def test_missing_kernels_are_said_once() -> None:
+    [warning] = config(built=False).warnings
+    assert "compiler" in warning
+    assert not config(built=False, cpu_kernels="torch").warnings
+    assert not config(built=None).warnings
+
+
+def test_native_that_was_not_built_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--cpu-kernels native.*--cpu-kernels torch"):
+        config(built=False, cpu_kernels="native")
