@@ -18,7 +18,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=20, logprobs=2)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(str(bundled_model_path()), device="cpu", threads=2, max_model_len=1024, num_gpu_blocks_override=512, cpu_activations="int8") as llm:
+    with LLM(
+        str(bundled_model_path()), device="cpu", threads=2, max_model_len=1024, num_gpu_blocks_override=512, cpu_activations="int8"
+    ) as llm:
         yield llm
 
 
