@@ -6,7 +6,7 @@ from octavo.core.lifecycle import MOST_SIBLINGS
 from octavo.core.request import RequestState
 from octavo.protocol.engine import FinishReason
 from octavo.protocol.params import SamplingParams
-from tests.support.core_engine import EOS, Engine
+from tests.support.core_engine import EOS, Engine, new_request
 from tests.support.fake_worker import FakeWorker, expected_tokens
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -55,7 +55,9 @@ def test_what_cannot_be_served_ends_with_a_reason(change: dict[str, Any], says: 
 
 def test_an_absurd_n_is_refused_without_making_the_siblings() -> None:
     engine = Engine()
-    engine.add("a", PROMPT, n=10**12)
+    request = new_request("a", PROMPT)
+    request.sampling.n = 10**12  # SamplingParams refuses it; the core does not rely on that
+    engine.core.add(request)
     engine.run()
     assert len(engine.seen) == MOST_SIBLINGS
     assert "n must be at most" in (engine.seen["a", 0].error or "")
