@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from octavo.frontend.http.settings import ServerSettings
-from tests.support.chatml_checkpoint import write_chatml_checkpoint
 from tests.support.http_server import RunningServer, running_server
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with a key, as its clients meet it; it answers "hello world"."""
-    folder: Path = write_chatml_checkpoint(tmp_path_factory.mktemp("clients"))
+    folder: Path = write_tiny_checkpoint(tmp_path_factory.mktemp("clients"))
     with running_server(folder, ServerSettings(api_key=["secret"])) as server:
         server.script("", "hello world", delay=0.002)
         yield server

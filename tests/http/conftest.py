@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chatml_checkpoint import write_chatml_checkpoint
 from tests.support.http_server import RunningServer, running_server
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chatml_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

@@ -231,9 +231,9 @@ def test_template_from_a_request_when_trusted(checkpoint: Any) -> None:
 
 
 def test_model_without_a_template(tmp_path: Any) -> None:
-    from tests.support.chatml_checkpoint import write_chatml_checkpoint
+    from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-    with running_server(write_chatml_checkpoint(tmp_path, chat=False)) as server:
+    with running_server(write_tiny_checkpoint(tmp_path, chat=False)) as server:
         reply = server.post(PATH, {"messages": HI})
         assert reply.status_code == 400
         assert "chat template" in reply.json()["error"]["message"].lower()

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from tests.http.test_disconnect import reset
-from tests.support.chatml_checkpoint import write_chatml_checkpoint
 from tests.support.http_server import parse_events, wait_until
 from tests.support.server_process import ServerProcess, scripted_engine, server_process
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SLOW = {"rules": [{"prompt_contains_ids": [3, 3], "tokens": [30], "cycle": True, "delay_ms": 10}], "default": [40, 41]}
 FOREVER = {"prompt": [3, 3], "max_tokens": 2000, "ignore_eos": True}
@@ -29,7 +29,7 @@ FOREVER = {"prompt": [3, 3], "max_tokens": 2000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chatml_checkpoint(tmp_path_factory.mktemp("long"), max_model_len=4096)
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("long"), max_model_len=4096)
 
 
 @pytest.fixture(scope="module")
