@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.attention.base import Attend, GraphShape, LayerSpec, StepBatch
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
@@ -29,7 +30,9 @@ from octavo.ops.triton.paged_prefill import (
     prefill_tuning,
     queries_per_key,
 )
-from octavo.ops.triton.prefill_plan import plan_prefill
+from octavo.ops.triton.prefill_plan import ITEM_FIELDS as CHUNK_FIELDS
+from octavo.ops.triton.prefill_plan import ROW as CHUNK_ROW
+from octavo.ops.triton.prefill_plan import max_prefill_parts, plan_prefill
 from octavo.ops.triton.rope_cache import rope_cache
 from octavo.protocol.step import Int32
 
@@ -147,7 +150,8 @@ class TritonAttention:
         drafts = {g: self._draft(batch, g, arrays) for g in dict.fromkeys(self._geometries)}
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
-        return TritonAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots, batch.num_decodes)
+        tables, decodes = batch.block_tables, batch.num_decodes
+        return TritonAttend(self, [work[g] for g in self._geometries], tables, tables[decodes:], batch.cache_slots, decodes)
 
     def _draft(self, batch: StepBatch, g: Geometry, arrays: list[Int32]) -> functools.partial[LayerWork]:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
@@ -195,25 +199,59 @@ class TritonAttention:
 
     # Graphs
 
-    def graph_plan_size(self, rows: int) -> int:
-        return sum(decode_capacity(rows, g.num_kv_heads, self._sms).items * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
+    def _chunk_tuning(self, g: Geometry, shape: GraphShape) -> PrefillTuning:
+        """One for all steps of a shape. They are too short for gathering pages to pay, or for the largest tiles."""
+        return prefill_tuning(g.head_dim, g.group, shape.tokens, 0.0, gathered=False)
 
-    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
+    def _graph_items(self, g: Geometry, shape: GraphShape) -> tuple[int, int]:
+        """Items for decodes and for chunks."""
+        decodes = decode_capacity(shape.rows, g.num_kv_heads, self._sms).items
+        if not shape.chunks:
+            return decodes, 0
+        per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
+        return decodes, shape.tokens // per_tile + shape.chunks + max_prefill_parts(g.num_kv_heads, self._sms)
+
+    def graph_plan_size(self, shape: GraphShape) -> int:
+        sizes = [self._graph_items(g, shape) for g in dict.fromkeys(self._geometries)]
+        return sum(decodes * ITEM_FIELDS + chunks * CHUNK_FIELDS for decodes, chunks in sizes)
+
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
         place = 0
+        num_decodes = int(np.count_nonzero(count == 1)) if shape.chunks else len(start)
+        contexts = start[:num_decodes] + 1
         for g in dict.fromkeys(self._geometries):
-            capacity = decode_capacity(rows, g.num_kv_heads, self._sms)
-            plan = plan_decode(context_lens, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
+            decodes, chunks = self._graph_items(g, shape)
+            capacity = decode_capacity(shape.rows, g.num_kv_heads, self._sms)
+            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
             out[place : place + plan.items.size] = plan.items.reshape(-1)
-            place += plan.items.size
+            place += decodes * ITEM_FIELDS
+            if chunks:
+                items = self._graph_chunks(g, start, count, num_decodes, shape).reshape(-1)
+                out[place : place + len(items)] = items
+                out[place + len(items) : place + chunks * CHUNK_FIELDS] = 0
+                place += chunks * CHUNK_FIELDS
 
-    def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def _graph_chunks(self, g: Geometry, start: Int32, count: Int32, num_decodes: int, shape: GraphShape) -> Int32:
+        """[items, CHUNK_FIELDS] of the rows after the decodes, numbered as in the whole step."""
+        per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
+        begin, chunk = start[num_decodes:], count[num_decodes:]
+        items = plan_prefill(begin, chunk, num_decodes, per_tile, g.num_kv_heads, self._sms, sliding_window=g.sliding_window).items
+        items[:, CHUNK_ROW] += num_decodes
+        return items
+
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
-            size = decode_capacity(rows, g.num_kv_heads, self._sms).items * ITEM_FIELDS
-            items = plan[place : place + size].view(-1, ITEM_FIELDS)
-            work[g] = LayerWork(self._decode_work(g, rows, items), None)
-            place += size
-        return TritonAttend(self, [work[g] for g in self._geometries], block_tables, cache_slots, rows)
+            decodes, chunks = self._graph_items(g, shape)
+            items = plan[place : place + decodes * ITEM_FIELDS].view(-1, ITEM_FIELDS)
+            place += decodes * ITEM_FIELDS
+            chunk_work = None
+            if chunks:
+                chunk_items = plan[place : place + chunks * CHUNK_FIELDS].view(-1, CHUNK_FIELDS)
+                chunk_work = ChunkWork(chunk_items, self._chunk_tuning(g, shape), None, None, None)
+                place += chunks * CHUNK_FIELDS
+            work[g] = LayerWork(self._decode_work(g, shape.rows, items), chunk_work)
+        return TritonAttend(self, [work[g] for g in self._geometries], block_tables, block_tables, cache_slots, shape.rows)
 
     # One layer
 
@@ -221,8 +259,9 @@ class TritonAttention:
         """[2, blocks, kv_heads, block_size, head_dim]"""
         return self._caches[layer]
 
-    def run(self, layer: int, work: LayerWork, q: torch.Tensor, block_tables: torch.Tensor, decodes: int) -> torch.Tensor:
+    def run(self, step: TritonAttend, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
+        work, decodes = step.work[layer], step.decodes
         spec, (keys, values) = self._layers[layer], self._caches[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if work.decodes is not None:
@@ -230,7 +269,7 @@ class TritonAttention:
                 q[:decodes],
                 keys,
                 values,
-                block_tables[:decodes],
+                step.block_tables[:decodes],
                 work.decodes.workspace,
                 out[:decodes],
                 scale=spec.scale,
@@ -239,7 +278,7 @@ class TritonAttention:
                 tuning=work.decodes.tuning,
             )
         if (chunks := work.chunks) is not None:
-            tables = block_tables[decodes:]
+            tables = step.chunk_tables
             if chunks.gathered is not None and chunks.gather_chunks is not None:
                 gather_cache(keys, values, tables, chunks.gather_chunks, chunks.gathered)
             paged_prefill(
@@ -272,8 +311,11 @@ class TritonAttend:
     work: list[LayerWork]
     """By layer."""
     block_tables: torch.Tensor
+    chunk_tables: torch.Tensor
+    """The block tables that the items of chunks count rows of."""
     cache_slots: torch.Tensor
     decodes: int
+    """At most so many rows, the first, are decodes."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = self.backend.cache_of(layer)
@@ -281,7 +323,7 @@ class TritonAttend:
         block, offset = self.cache_slots // size, self.cache_slots % size
         keys[block, :, offset] = k.to(keys.dtype)
         values[block, :, offset] = v.to(values.dtype)
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes)
+        return self.backend.run(self, layer, q)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
         keys, values = self.backend.cache_of(layer)
@@ -298,4 +340,4 @@ class TritonAttend:
             k_weight=None if qk_norm is None else qk_norm.k,
             eps=1e-6 if qk_norm is None else qk_norm.eps,
         )
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes).view(len(qkv), -1)
+        return self.backend.run(self, layer, q).view(len(qkv), -1)

@@ -112,9 +112,10 @@ def _failed(request_id: str, index: int, n: int, why: str) -> list[TokenDelta]:
 
 
 def serve(engine: EngineCore, mailbox: Mailbox) -> None:
-    """Turn the loop until `Shutdown`."""
+    """Turn the loop until `Shutdown`. What the engine left to prepare is done while there is nothing else to do, or now and then."""
+    preparing = True
     while True:
-        message = mailbox.receive(block=not engine.has_work())
+        message = mailbox.receive(block=not (engine.has_work() or preparing))
         while message is not None:
             if isinstance(message, Shutdown):
                 return
@@ -125,6 +126,7 @@ def serve(engine: EngineCore, mailbox: Mailbox) -> None:
             if outputs.stats is None:
                 outputs.stats = engine.stats()
             mailbox.send(outputs)
+        preparing = preparing and engine.prepare()
 
 
 def _handle(engine: EngineCore, mailbox: Mailbox, message: ToEngine) -> None:
