@@ -19,7 +19,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend, StepBatch
 from octavo.models.decoder import Model
-from octavo.ops.transfer import download, upload_many
+from octavo.ops.transfer import upload_many
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, StepPlan, StepResult
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows

@@ -222,5 +222,5 @@ def test_shapes_cover_all_steps_and_the_first_do_so_coarsely(rows: int, tokens: 
     for kind in (decodes, chunks):
         assert not kind or kind[-1] in first[:2]
         for shape in kind:
-            nearest = min((s.tokens for s in first if s in kind and s.tokens >= shape.tokens))
+            nearest = min(s.tokens for s in first if s in kind and s.tokens >= shape.tokens)
             assert nearest <= max(16, 2.3 * shape.tokens)
