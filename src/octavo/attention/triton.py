@@ -84,6 +84,15 @@ class LayerWork:
     chunks: ChunkWork | None
 
 
+@dataclass(frozen=True)
+class SelectedWork:
+    """The last layer of a step that wants only the last tokens of some rows."""
+
+    work: LayerWork
+    block_tables: torch.Tensor
+    """[wanted, max_blocks] int32."""
+
+
 class TritonAttention:
     """Owns the KV cache of all layers. Implements `GraphAttention`.
 
@@ -148,10 +157,23 @@ class TritonAttention:
     def plan(self, batch: StepBatch) -> Attend:
         arrays: list[Int32] = []
         drafts = {g: self._draft(batch, g, arrays) for g in dict.fromkeys(self._geometries)}
+        planned = len(arrays)
+        if (wanted := batch.cpu_wanted) is not None and len(wanted):
+            # Each is one query over its whole context, whether it ends a chunk or not: a decode.
+            g = self._geometries[-1]
+            capacity = decode_capacity(len(wanted), g.num_kv_heads, self._sms)
+            contexts = (batch.cpu_start + batch.cpu_count)[wanted]
+            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
+            arrays += [plan.items, wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
-        tables, decodes = batch.block_tables, batch.num_decodes
-        return TritonAttend(self, [work[g] for g in self._geometries], tables, tables[decodes:], batch.cache_slots, decodes)
+        tables, decodes, selected = batch.block_tables, batch.num_decodes, None
+        if wanted is not None:
+            items, rows = on_device[planned:] or (None, None)
+            last = None if items is None else self._decode_work(self._geometries[-1], len(wanted), items)
+            its_tables = tables if rows is None or len(wanted) == len(batch.cpu_count) else tables.index_select(0, rows)
+            selected = SelectedWork(LayerWork(last, None), its_tables)
+        return TritonAttend(self, [work[g] for g in self._geometries], tables, tables[decodes:], batch.cache_slots, decodes, selected)
 
     def _draft(self, batch: StepBatch, g: Geometry, arrays: list[Int32]) -> functools.partial[LayerWork]:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
@@ -259,9 +281,10 @@ class TritonAttention:
         """[2, blocks, kv_heads, block_size, head_dim]"""
         return self._caches[layer]
 
-    def run(self, step: TritonAttend, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: int, work: LayerWork, q: torch.Tensor, block_tables: torch.Tensor, chunk_tables: torch.Tensor, decodes: int
+    ) -> torch.Tensor:
         """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
-        work, decodes = step.work[layer], step.decodes
         spec, (keys, values) = self._layers[layer], self._caches[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if work.decodes is not None:
@@ -269,7 +292,7 @@ class TritonAttention:
                 q[:decodes],
                 keys,
                 values,
-                step.block_tables[:decodes],
+                block_tables[:decodes],
                 work.decodes.workspace,
                 out[:decodes],
                 scale=spec.scale,
@@ -278,14 +301,13 @@ class TritonAttention:
                 tuning=work.decodes.tuning,
             )
         if (chunks := work.chunks) is not None:
-            tables = step.chunk_tables
             if chunks.gathered is not None and chunks.gather_chunks is not None:
-                gather_cache(keys, values, tables, chunks.gather_chunks, chunks.gathered)
+                gather_cache(keys, values, chunk_tables, chunks.gather_chunks, chunks.gathered)
             paged_prefill(
                 q,
                 keys,
                 values,
-                tables,
+                chunk_tables,
                 chunks.items,
                 self._chunk_parts[self._geometries[layer]],
                 out,
@@ -305,7 +327,7 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class TritonAttend:
-    """Implements `Attend` and `layers.attention.FusedAttend`."""
+    """Implements `Attend` and `layers.attention.WantedAttend`."""
 
     backend: TritonAttention
     work: list[LayerWork]
@@ -316,6 +338,11 @@ class TritonAttend:
     cache_slots: torch.Tensor
     decodes: int
     """At most so many rows, the first, are decodes."""
+    selected: SelectedWork | None = None
+
+    @property
+    def can_select(self) -> bool:
+        return self.selected is not None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = self.backend.cache_of(layer)
@@ -323,12 +350,25 @@ class TritonAttend:
         block, offset = self.cache_slots // size, self.cache_slots % size
         keys[block, :, offset] = k.to(keys.dtype)
         values[block, :, offset] = v.to(values.dtype)
-        return self.backend.run(self, layer, q)
+        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
+        q = self._store(layer, qkv, rotation, qk_norm)
+        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes).flatten(1)
+
+    def attend_wanted(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.selected is not None
+        q = self._store(layer, qkv, rotation, qk_norm).index_select(0, wanted)
+        tables = self.selected.block_tables
+        return self.backend.run(layer, self.selected.work, q, tables, tables, len(wanted)).flatten(1)
+
+    def _store(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
+        """Norm, rotate, write keys and values into the cache. Returns q, [tokens, heads, head_dim]."""
         keys, values = self.backend.cache_of(layer)
         num_heads = qkv.shape[1] // keys.shape[3] - 2 * keys.shape[1]
-        q = rope_cache(
+        return rope_cache(
             qkv,
             rotation.positions,
             rotation.table,
@@ -340,4 +380,3 @@ class TritonAttend:
             k_weight=None if qk_norm is None else qk_norm.k,
             eps=1e-6 if qk_norm is None else qk_norm.eps,
         )
-        return self.backend.run(self, layer, q).view(len(qkv), -1)

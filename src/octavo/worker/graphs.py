@@ -154,9 +154,7 @@ class StepGraphs:
             gather_step_inputs(
                 columns.slots, columns.contexts, header[NUM_ROWS], tables.tokens, tables.blocks, tables.block_size, inputs, **chunks
             )
-            hidden = self._model.forward(inputs.token_ids, inputs.positions, attend)
-            if last is not None:
-                hidden = hidden.index_select(0, last)
+            hidden = self._model.forward(inputs.token_ids, inputs.positions, attend, last)
             self._draw(self._model.compact_logits(hidden), draws, self._state.numbers, out, tables.tokens)
             publish(out, header[NUM_SAMPLED], self._tokens.tensor, self._device_turn)
 

@@ -145,6 +145,10 @@ def play(runner: Runner) -> list[dict[int, int]]:
     extra = slot_init(4, prompts[3], tables[3][:1], sampling=sampling[3])
     rows, diffs = decodes([0])
     step([*rows, Row(4, 0, 4, True)], init=[extra], table=diffs)
+    # A prompt that is alone with its first chunk, which yields no token.
+    step([Row(5, 0, 6, False)], init=[slot_init(5, prompts[1], [33, 34, 35], sampling=sampling[1])])
+    rows, diffs = decodes([0])
+    step([*rows, Row(5, 6, 3, True)], table=diffs)
     decode([0, 1])
     return [dict(zip(r.slots.tolist(), r.tokens.tolist(), strict=True)) for r in results]
 
@@ -159,7 +163,7 @@ def test_kernels_and_graphs_give_the_tokens_of_plain_torch(models: dict[str, Mod
     assert spy is not None
     few, four, small, large = SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[3]
     # Three chunks are too many for the small shape, and the step with logprobs is not captured at all.
-    assert spy.launches == [large, four, four, four, four, small, small, small, four, four]
+    assert spy.launches == [large, four, four, four, four, small, small, small, four, small, small, four]
     assert few not in spy.launches
     assert len({t for step in expected for t in step.values()}) > 5
 
