@@ -120,6 +120,11 @@ class StepGraphs:
         self._ready.append(Captured(layout, replay, [layout.split(line) for line in self._uploads.array]))
         self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks))
 
+    @torch.inference_mode()
+    def rehearse(self, shape: GraphShape) -> None:
+        """Call the kernels of a shape's step, where calling one only compiles it."""
+        self._step(shape)()
+
     def _run_empty(self, step: Callable[[], None]) -> None:
         """A step of no rows."""
         self._uploads.array[self._turn] = 0

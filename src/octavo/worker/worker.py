@@ -25,7 +25,18 @@ from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.graph_layout import capture_order, graph_shapes
-from octavo.worker.memory import Budget, CacheSize, GraphMemory, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
+from octavo.worker.memory import (
+    Budget,
+    CacheSize,
+    CudaMemory,
+    GraphMemory,
+    activation_bound,
+    cannot_allocate,
+    cpu_budget,
+    cuda_budget,
+    measured_device,
+    size_cache,
+)
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, worst_step
@@ -39,6 +50,8 @@ PROFILE_BLOCKS = 2
 """Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
 CHUNK_GRAPH_TOKENS = 1024
 """Steps with prompt chunks are captured up to this many tokens. Larger ones keep a GPU busy for longer than their launches take."""
+COMPILER_THREADS = 16
+"""Kernels compiled at once."""
 BUSY_SHARE = 0.05
 """While there are requests, capturing what was left for later may take this share of the time."""
 
@@ -56,8 +69,8 @@ class Worker:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None], *, defer_graphs: bool = False) -> None:
-        self._config = config
         self._device = torch.device(config.device.kind)
+        config = self._config = measured_device(config, self._device)
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched] = deque()
         self._phases: list[Phase] = []
@@ -169,7 +182,9 @@ class Worker:
     def _phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._phases.append(Phase(name, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        self._phases.append(Phase(name, seconds))
+        logger.info("Start: %s took %.2f s", name, seconds)
 
     def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
         """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
@@ -213,13 +228,37 @@ class Worker:
         if self._device.type == "cpu":
             itemsize = getattr(torch, config.model.dtype).itemsize
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
-        torch.cuda.reset_peak_memory_stats(self._device)
         attention = make_attention(config, self._model.layer_specs, PROFILE_BLOCKS, self._device)
+        self._compile_ahead(attention)
+        torch.cuda.reset_peak_memory_stats(self._device)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
         peak = torch.cuda.max_memory_allocated(self._device)
         graphs = self._measure_graphs(attention)
         del attention
-        return cuda_budget(config, weights, peak, graphs, self._device)
+        return cuda_budget(config, weights, peak, graphs, CudaMemory.now(self._device))
+
+    def _compile_ahead(self, attention: AttentionBackend) -> None:
+        """Have the kernels of all kinds of steps compiled side by side: one after the other, as steps meet them, takes many seconds.
+
+        Only for the time it saves: a kernel that this misses is compiled when it is first launched.
+        """
+        graphs = self._make_graphs(attention)
+        if graphs is None:
+            return
+        from octavo.ops.triton.launch import compiling_only
+
+        runner = Runner(self._model, attention, self._tables, self._state, self._sampler)
+        try:
+            with self._phase("kernels"), compiling_only(COMPILER_THREADS):
+                for plan in (worst_step(self._config), *first_steps(self._config)):
+                    runner.launch(plan)
+                for shape in capture_order(self._shapes())[0]:
+                    graphs.rehearse(shape)
+        except Exception:
+            logger.debug("Compiling kernels ahead failed; they are compiled as they are met.", exc_info=True)
+        finally:
+            torch.cuda.synchronize(self._device)
+            self._state.leave(all_slots(self._config))
 
     def _measure_graphs(self, attention: AttentionBackend) -> GraphMemory:
         """Capture the largest graphs and a small one: the first take the pool that all share, the last what each takes besides."""
