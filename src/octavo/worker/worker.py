@@ -39,7 +39,7 @@ from octavo.worker.memory import (
 )
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
-from octavo.worker.warmup import all_slots, first_steps, worst_step
+from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
 if TYPE_CHECKING:
     from octavo.worker.graphs import StepGraphs
@@ -250,7 +250,7 @@ class Worker:
         runner = Runner(self._model, attention, self._tables, self._state, self._sampler)
         try:
             with self._phase("kernels"), compiling_only(COMPILER_THREADS):
-                for plan in (worst_step(self._config), *first_steps(self._config)):
+                for plan in rehearsal_steps(self._config):
                     runner.launch(plan)
                 for shape in capture_order(self._shapes())[0]:
                     graphs.rehearse(shape)
