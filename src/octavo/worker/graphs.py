@@ -93,7 +93,7 @@ class StepGraphs:
         self._inputs = StepInputs.allocate(rows, tokens, tables.blocks.shape[1], self._device)
         self._out = torch.zeros(rows, dtype=torch.int32, device=self._device)
         self._ready: list[Captured] = []
-        """Ascending by tokens; of equal ones, decodes first."""
+        """Ascending by tokens; of equal ones, decodes first, then those with room for few rows."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ class StepGraphs:
             replay = graph.replay
         layout = self._layouts[shape]
         self._ready.append(Captured(layout, replay, [layout.split(line) for line in self._uploads.array]))
-        self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks))
+        self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks, c.layout.shape.rows))
 
     @torch.inference_mode()
     def rehearse(self, shape: GraphShape) -> None:
