@@ -1,7 +1,7 @@
 """One step on one rank: update the tables, gather inputs, forward, sample, publish.
 
-A step of plain decodes is one captured graph where the device has those (`worker/graphs.py`); any other is run operation by
-operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
+A step of plain decodes or of short prompts is one captured graph where the device has those (`worker/graphs.py`); any other is run
+operation by operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
 for them and makes the `StepResult`. On a CPU the work is done when `launch` returns.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import Model
-from octavo.ops.transfer import download, upload_many
+from octavo.ops.transfer import upload_many
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, StepPlan, StepResult
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
@@ -29,7 +29,7 @@ from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
 
 if TYPE_CHECKING:
-    from octavo.worker.graphs import DecodeGraphs
+    from octavo.worker.graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Runner:
         tables: SlotTables,
         sampler_state: SamplerState,
         sampler: Sampler,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -119,10 +119,12 @@ class Runner:
         clock = StepClock(self._tables.device)
         slots = plan.slots[plan.sample]
         self._seat(plan)
-        rows = None if self._graphs is None else self._graphs.fitting(plan)
-        if self._graphs is not None and rows is not None:
+        captured = None if self._graphs is None else self._graphs.fitting(plan)
+        if self._graphs is not None and captured is not None:
+            if plan.init:
+                self._tables.update(plan)
             self._copy_blocks(plan)
-            tokens = download(self._graphs.launch(plan, rows))
+            tokens = self._graphs.launch(plan, captured)
             clock.stop()
             return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
         self._tables.update(plan)
