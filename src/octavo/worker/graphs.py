@@ -1,4 +1,7 @@
-"""Steps as CUDA graphs: the whole step, from the slot tables to the sampled token in its place, is one launch.
+"""Steps as CUDA graphs: the whole step, from the slot tables to the sampled token in its place, is two launches.
+
+The first ends in the logits, the second draws from them. Where a row wants more of the sampler than a draw (penalties, masks,
+logprobs), only the first is a replay, and the sampler goes on from its logits.
 
 A graph is captured for each of a number of shapes (`graph_layout.py`): steps of decodes, and small steps with prompt chunks
 among them. A step takes the next larger one, and the rows and tokens it lacks compute something harmless. What differs from step
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +29,11 @@ from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
 from octavo.ops.triton.step_ring import publish, receive
 from octavo.protocol.step import Int32, StepPlan
 from octavo.sampling.random import row_keys
-from octavo.sampling.state import Feature, SamplerState
+from octavo.sampling.state import SamplerState
 from octavo.worker.graph_layout import HEADER, NUM_DIFFS, NUM_ROWS, NUM_SAMPLED, NUM_TOKENS, Columns, Layout
 from octavo.worker.slots import SlotTables
+
+T = TypeVar("T")
 
 SPARE_LINES = 3
 """Lines of the rings beyond the steps in flight: the one being launched, the one being collected, and one for a capture."""
@@ -53,7 +59,10 @@ class Captured:
     """A shape that steps can take."""
 
     layout: Layout
-    replay: Callable[[], None]
+    compute: Callable[[], torch.Tensor]
+    """Run the step up to the logits, [rows of the shape, vocab]. They hold until the next step."""
+    finish: Callable[[], None]
+    """Draw from those logits, and publish the tokens."""
     lines: list[Columns[npt.NDArray[np.int32]]]
     """Views of each line of the upload ring, made once: a step has no time for it."""
 
@@ -92,6 +101,7 @@ class StepGraphs:
         self._received = torch.zeros(size, dtype=torch.int32, device=self._device)
         self._inputs = StepInputs.allocate(rows, tokens, tables.blocks.shape[1], self._device)
         self._out = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._ready: list[Captured] = []
         """Ascending by tokens; of equal ones, decodes first, then those with room for few rows."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -101,38 +111,47 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, shape: GraphShape) -> None:
         """Make steps of a shape quick. No step may be running. The largest shapes first: the others fit into the memory they took."""
-        step = self._step(shape)
-        replay = step
-        if self._stream is not None:
+        compute, draw = self._step(shape)
+        finish: Callable[[], None]
+        if self._stream is None:
+            compute, finish = _remembering(compute, draw)
+        else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                self._run_empty(step)  # Whatever is compiled, loaded or chosen at first use must not be so during a capture.
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    step()
-                finally:
-                    graph.capture_end()
+                self._run_empty(compute, draw)  # Whatever is compiled, loaded or chosen at first use must not be so during a capture.
+                replay, logits = self._record(compute)
+                finish, _ = self._record(lambda: draw(logits))
             self._stream.synchronize()
-            self._graphs.append(graph)
-            replay = graph.replay
+            compute = _returning(replay, _borrowed(logits))
         layout = self._layouts[shape]
-        self._ready.append(Captured(layout, replay, [layout.split(line) for line in self._uploads.array]))
+        self._ready.append(Captured(layout, compute, finish, [layout.split(line) for line in self._uploads.array]))
         self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks, c.layout.shape.rows))
+
+    def _record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """A graph of what `work` launches: how to replay it, and where its result will be."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        finally:
+            graph.capture_end()
+        self._graphs.append(graph)
+        return graph.replay, result
 
     @torch.inference_mode()
     def rehearse(self, shape: GraphShape) -> None:
         """Call the kernels of a shape's step, where calling one only compiles it."""
-        self._step(shape)()
+        compute, draw = self._step(shape)
+        draw(compute())
 
-    def _run_empty(self, step: Callable[[], None]) -> None:
+    def _run_empty(self, compute: Callable[[], torch.Tensor], draw: Callable[[torch.Tensor], None]) -> None:
         """A step of no rows."""
         self._uploads.array[self._turn] = 0
-        step()
+        draw(compute())
         self._turn = (self._turn + 1) % len(self._uploads.array)
 
-    def _step(self, shape: GraphShape) -> Callable[[], None]:
-        """What a graph of `shape` does."""
+    def _step(self, shape: GraphShape) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+        """What the graphs of `shape` do: the step up to the logits, and what is done with them."""
         layout, tables = self._layouts[shape], self._tables
         columns = layout.split(self._received)
         header = [columns.header[4 * i : 4 * i + 1] for i in range(HEADER)]
@@ -145,7 +164,7 @@ class StepGraphs:
         draws = DrawRows(slots, positions, columns.modes, columns.keys.view(-1, 2), header[NUM_SAMPLED])
         out = self._out[: shape.rows]
 
-        def step() -> None:
+        def compute() -> torch.Tensor:
             receive(
                 self._uploads.tensor,
                 self._device_turn,
@@ -159,11 +178,13 @@ class StepGraphs:
             gather_step_inputs(
                 columns.slots, columns.contexts, header[NUM_ROWS], tables.tokens, tables.blocks, tables.block_size, inputs, **chunks
             )
-            hidden = self._model.forward(inputs.token_ids, inputs.positions, attend, last)
-            self._draw(self._model.compact_logits(hidden), draws, self._state.numbers, out, tables.tokens)
+            return self._model.compact_logits(self._model.forward(inputs.token_ids, inputs.positions, attend, last))
+
+        def draw(logits: torch.Tensor) -> None:
+            self._draw(logits, draws, self._state.numbers, out, tables.tokens)
             publish(out, header[NUM_SAMPLED], self._tokens.tensor, self._device_turn)
 
-        return step
+        return compute, draw
 
     def close(self) -> None:
         """Free the graphs, after the last of them has run."""
@@ -175,13 +196,11 @@ class StepGraphs:
         self._graphs = []
 
     def fitting(self, plan: StepPlan) -> Captured | None:
-        """The graph that can run `plan`, if one can: it has room, and no row wants anything special of the sampler."""
+        """The graphs that can run `plan`, if any can: they have room for it, and no prompt is to be scored."""
         rows, tokens, state = len(plan.slots), plan.num_tokens, self._state
         if not self._ready or not 0 < tokens <= self._ready[-1].layout.shape.tokens or state.wants_prompt_logprobs[plan.slots].any():
             return None
         all_sampled = bool(plan.sample.all())
-        if (state.features[plan.slots if all_sampled else plan.slots[plan.sample]] & ~(Feature.RANDOM | Feature.FILTERS)).any():
-            return None
         only_decodes = all_sampled and tokens == rows
         chunks = int(np.count_nonzero(plan.count > 1))
         diffs = 0 if plan.init else len(plan.table_slots)
@@ -194,8 +213,8 @@ class StepGraphs:
         return None
 
     def launch(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
-        """Run a plan with a graph that fits it. Its block-table diffs are written unless requests enter with it: then the tables
-        have been updated before.
+        """Run a plan, whose rows want nothing but a draw, with graphs that fit it. Its block-table diffs are written unless requests
+        enter with it: then the tables have been updated before.
 
         Returns:
             [sampled rows] int32 on the host, once the stream has come past this: the tokens, -1 where logits were not usable.
@@ -203,9 +222,19 @@ class StepGraphs:
         """
         turn = self._turn
         self._fill(plan, captured.layout.shape, captured.lines[turn])
-        captured.replay()
+        captured.compute()
+        captured.finish()
         self._turn = (turn + 1) % len(self._uploads.array)
         return self._tokens.tensor[turn, : int(np.count_nonzero(plan.sample))]
+
+    def compute(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
+        """`launch` up to the logits of the sampled rows, [sampled rows, vocab]: they may be overwritten, and hold until the next step."""
+        turn = self._turn
+        self._fill(plan, captured.layout.shape, captured.lines[turn])
+        logits = captured.compute()
+        publish(self._out[:1], self._nothing, self._tokens.tensor, self._device_turn)
+        self._turn = (turn + 1) % len(self._uploads.array)
+        return logits[: int(np.count_nonzero(plan.sample))]
 
     def _fill(self, plan: StepPlan, shape: GraphShape, columns: Columns[npt.NDArray[np.int32]]) -> None:
         state, rows, diffs = self._state, len(plan.slots), 0 if plan.init else len(plan.table_slots)
@@ -229,3 +258,47 @@ class StepGraphs:
             columns.diffs.reshape(3, -1)[:, :diffs] = plan.table_slots, plan.table_index, plan.table_blocks
         self._attention.graph_plan(plan.start, plan.count, shape, columns.plan)
         columns.header[::4] = rows, plan.num_tokens, len(slots), diffs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory on a device, for a tensor that does not own it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes."""
+    address: int
+    number: str
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": self.shape, "strides": self.strides, "data": (self.address, False), "typestr": self.number, "version": 2}
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory that is not kept from the graphs' pool: other graphs may use it when they run. Otherwise each shape
+    would keep logits of its own."""
+    strides = tuple(n * tensor.itemsize for n in tensor.stride())
+    place = _Place(tuple(tensor.shape), strides, tensor.data_ptr(), {2: "<i2", 4: "<i4"}[tensor.itemsize])
+    return torch.as_tensor(place, device=tensor.device).view(tensor.dtype)
+
+
+def _returning(replay: Callable[[], None], result: T) -> Callable[[], T]:
+    def call() -> T:
+        replay()
+        return result
+
+    return call
+
+
+def _remembering(
+    compute: Callable[[], torch.Tensor], draw: Callable[[torch.Tensor], None]
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """The two parts of a step that is not captured: the second finds the result of the first."""
+    kept: list[torch.Tensor] = []
+
+    def first() -> torch.Tensor:
+        kept[:] = [compute()]
+        return kept[0]
+
+    return first, lambda: draw(kept.pop())

@@ -90,13 +90,12 @@ def first_steps(config: EngineConfig) -> list[StepPlan]:
 
 
 def rehearsal_steps(config: EngineConfig) -> list[StepPlan]:
-    """Steps that call the kernels of all the others, and in which nothing is looked up by what a kernel has computed: so they can be
+    """Steps that call the kernels of uncaptured ones, and in which nothing is looked up by what a kernel has computed: so they can be
     played where kernels are compiled but not run. The largest comes first, since its kernels take longest to compile."""
     chunk, lengths = _lengths(config)
     plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
     filtered = SamplingParams(temperature=0.7, top_p=0.9, seed=0, max_tokens=2)
     return [
-        made_up_step(_worst_counts(config), filtered),
         *(made_up_step([length], plain) for length in reversed(lengths)),
         made_up_step([chunk], plain, start=chunk),
         made_up_step([1], filtered, start=chunk),
@@ -105,11 +104,6 @@ def rehearsal_steps(config: EngineConfig) -> list[StepPlan]:
 
 def worst_step(config: EngineConfig) -> StepPlan:
     """The most tokens and the most sampled rows that one step may have, with every sampler stage in use."""
-    return made_up_step(_worst_counts(config), every_feature(config.model.vocab_size))
-
-
-def _worst_counts(config: EngineConfig) -> list[int]:
-    """Tokens a row: a prompt or two, and decodes."""
     tokens = config.scheduler.max_num_batched_tokens
     rows = min(config.scheduler.max_num_seqs, tokens)
     longest = config.model.max_model_len - 1
@@ -119,7 +113,7 @@ def _worst_counts(config: EngineConfig) -> list[int]:
         more = min(spare, longest - 1)
         counts[row] += more
         spare -= more
-    return counts
+    return made_up_step(counts, every_feature(config.model.vocab_size))
 
 
 def all_slots(config: EngineConfig) -> Int32:

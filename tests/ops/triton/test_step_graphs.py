@@ -58,7 +58,7 @@ class Spy:
     """Writes down the shapes that steps took."""
 
     def __init__(self, graphs: StepGraphs) -> None:
-        self.graphs, self.launches = graphs, list[GraphShape]()
+        self.graphs, self.launches, self.sampled = graphs, list[GraphShape](), list[GraphShape]()
 
     def fitting(self, plan: StepPlan) -> Captured | None:
         return self.graphs.fitting(plan)
@@ -66,6 +66,10 @@ class Spy:
     def launch(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
         self.launches.append(captured.layout.shape)
         return self.graphs.launch(plan, captured)
+
+    def compute(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
+        self.sampled.append(captured.layout.shape)
+        return self.graphs.compute(plan, captured)
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +169,10 @@ def test_kernels_and_graphs_give_the_tokens_of_plain_torch(models: dict[str, Mod
     assert graphed == expected
     assert spy is not None
     few, four, small, large = SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[3]
-    # Three chunks are too many for the small shape, and the step with logprobs is not captured at all.
+    # Three chunks are too many for the small shape, and the step with logprobs is captured up to its logits only.
     assert spy.launches == [large, four, four, four, four, small, small, small, four, small, small, four]
     assert few not in spy.launches
+    assert spy.sampled == [small]
     assert len({t for step in expected for t in step.values()}) > 5
 
 
@@ -189,8 +194,7 @@ def test_a_shape_is_chosen_by_what_a_step_needs(models: dict[str, Model], device
     assert shape([Row(0, 4, 41, True)]) is None
     assert shape([Row(0, 4, 1, True)], table=[(0, i, i) for i in range(1, 6)]) == SHAPES[2], "it has room for more diffs"
     settle(runner.launch(plans([Row(0, 0, 4, False)], init=[slot_init(0, [1, 2, 3, 4], [1], sampling=penalised())], free=[0])), "")
-    assert shape([Row(0, 4, 1, True)]) is None
-    assert shape([Row(0, 4, 1, False), Row(1, 4, 1, True)]) == SHAPES[2], "who is not sampled may want what he likes"
+    assert shape([Row(0, 4, 1, True)]) == SHAPES[0], "the graphs give logits to whatever the sampler does with them"
 
 
 def penalised() -> SamplingParams:
@@ -229,7 +233,36 @@ def test_a_rehearsal_looks_nothing_up_by_what_no_kernel_has_computed(
     for shape in SHAPES:
         spy.graphs.rehearse(shape)
     assert {int(c) for plan in plans for c in plan.count} >= {1, 4, 8, 32}
-    assert max(plan.num_tokens for plan in plans) == 100
+    assert max(plan.num_tokens for plan in plans) == LENGTH - 1
+
+
+def mixed_wishes(runner: Runner) -> tuple[list[dict[int, int]], dict[int, list[int]]]:
+    """A penalised request, one with bias and logprobs, and a plain one, in steps together and alone: tokens, and ids of logprobs."""
+    plans, results = Plans(), list[StepResult]()
+    sampling = [
+        penalised(),
+        SamplingParams(temperature=0.8, seed=3, logit_bias={7: 3.0}, logprobs=2, max_tokens=None),
+        SamplingParams(temperature=0.9, seed=4, top_p=0.8, max_tokens=None),
+    ]
+    prompts = [np.random.default_rng(10 + i).integers(0, VOCAB, 4).tolist() for i in range(3)]
+    init = [slot_init(i, prompts[i], [1 + 4 * i + j for j in range(4)], sampling=sampling[i]) for i in range(3)]
+    results.append(settle(runner.launch(plans([Row(i, 0, 4, True) for i in range(3)], init=init)), "float16"))
+    lengths = [4, 4, 4]
+    for slots in ([0, 1, 2], [2], [0], [1, 2], [2], [0, 1, 2], [2]):
+        results.append(settle(runner.launch(plans([Row(s, lengths[s], 1, True) for s in slots])), "float16"))
+        for s in slots:
+            lengths[s] += 1
+    tokens = [dict(zip(r.slots.tolist(), r.tokens.tolist(), strict=True)) for r in results]
+    return tokens, {i: sorted(r.logprobs[1][0].top_ids) for i, r in enumerate(results) if r.logprobs}
+
+
+def test_rows_that_want_more_of_the_sampler_replay_up_to_their_logits(models: dict[str, Model], device: torch.device) -> None:
+    expected = mixed_wishes(runner_of(models["plain"], device, kernels=False, graphs=False)[0])
+    runner, spy = runner_of(models["kernels"], device, kernels=True, graphs=True)
+    assert mixed_wishes(runner) == expected
+    assert spy is not None
+    assert (len(spy.sampled), len(spy.launches)) == (5, 3)
+    assert list(expected[1]) == [0, 1, 4, 6]
 
 
 @pytest.mark.parametrize(
