@@ -90,9 +90,10 @@ gpu-test: gpu-site
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton $(ARGS)
 
 gpu-bench: gpu-site
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_step.py
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(GPU_SITE) build dist src/*.egg-info compat/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
