@@ -56,7 +56,7 @@ class Worker:
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
-            self._ops: Ops = load_ops(kernels)
+            self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
             self._model: Model = load_model(config, self._ops, self._device, progress)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
@@ -135,10 +135,13 @@ class Worker:
         yield
         self._phases.append(Phase(name, time.perf_counter() - began))
 
+    def _make_attention(self, num_blocks: int) -> AttentionBackend:
+        return make_attention(self._config, self._model.layer_specs, num_blocks, self._device, self._model.kv_scales)
+
     def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
         """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
         try:
-            attention: AttentionBackend = make_attention(self._config, self._model.layer_specs, size.num_blocks, self._device)
+            attention: AttentionBackend = self._make_attention(size.num_blocks)
             return attention
         except (RuntimeError, MemoryError) as e:
             # On a CPU torch has no class of its own for this, only words.
@@ -167,7 +170,7 @@ class Worker:
             itemsize = getattr(torch, config.model.dtype).itemsize
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
         torch.cuda.reset_peak_memory_stats(self._device)
-        attention = make_attention(config, self._model.layer_specs, PROFILE_BLOCKS, self._device)
+        attention = self._make_attention(PROFILE_BLOCKS)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
         peak = torch.cuda.max_memory_allocated(self._device)
         graphs = self._measure_graphs(attention)
@@ -191,6 +194,16 @@ class Worker:
 
         return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * (len(graph_sizes(most)) - 1))
 
+    def _cache_warnings(self) -> list[str]:
+        """What the user should know about a float8 cache."""
+        missing = len(self._model.layer_specs) - len(self._model.kv_scales)
+        if self._config.cache.dtype != "float8_e4m3fn" or not missing:
+            return []
+        where = (
+            "the checkpoint has no k_scale and v_scale" if not self._model.kv_scales else f"{missing} layers have no k_scale and v_scale"
+        )
+        return [f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto."]
+
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
         return EngineReady(
@@ -210,5 +223,5 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=list(size.warnings),
+            warnings=[*size.warnings, *self._cache_warnings()],
         )

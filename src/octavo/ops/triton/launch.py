@@ -6,6 +6,15 @@ import functools
 
 import torch
 
+EMULATED_SMS = 8
+"""Where there is no GPU, for the interpreter."""
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_SMS
+
 
 @functools.cache
 def overlap_supported(device: torch.device) -> bool:
