@@ -1,8 +1,9 @@
 """x @ W.T whose bits in a row do not depend on how many rows there are, nor on what they hold.
 
-An output element is one chain of matrix instructions along the inner dimension, in order, with no split: the same chain in every
-tiling below, since each instruction takes 16 inner elements at a time whatever the width of the tile. So few rows may have narrow
-strips that fill the GPU, and many rows large tiles that reuse what they load. `tests/ops/triton` proves it on the device.
+An output element is one chain of matrix instructions along the inner dimension, in order, with no split: on Hopper the same chain
+in every tiling below, since each instruction takes 16 inner elements whatever the size of its tile and whichever operand comes
+first. So few rows may have narrow strips that fill the GPU, and many rows large tiles that reuse what they load. A test on the
+device compares them.
 """
 
 # Kernels are traced, not run: their arguments have no Python types.
@@ -38,20 +39,28 @@ class InvariantTiling:
     """Load through the tensor memory accelerator (Hopper on)."""
 
 
-def invariant_tiling(rows: int, columns: int, dtype: torch.dtype, sm_count: int, *, descriptors: bool) -> InvariantTiling:
-    """Measured on one H200.
+def invariant_tiling(rows: int, columns: int, dtype: torch.dtype, sm_count: int, *, hopper: bool, aligned: bool) -> InvariantTiling:
+    """Measured on one H200, where all of these give the same bits. Older cards have one tiling for any number of rows.
 
     Args:
-        descriptors: the device has a tensor memory accelerator, and the operands are aligned for it.
+        aligned: the operands are as the tensor memory accelerator wants them.
     """
     if dtype not in _HALF:
         return InvariantTiling(64, 64, 32, 4, 2)
+    if not hopper:
+        return InvariantTiling(64, 64, 64, 4, 3)
+    if rows <= 16 and columns < 64 * sm_count:
+        return InvariantTiling(16, 64, 256, 4, 3, weights_first=True)
+    if rows <= 32:
+        return InvariantTiling(16 if rows <= 16 else 32, 64, 128, 4, 4, weights_first=True)
+    if rows <= 64 and columns >= 128 * sm_count:
+        return InvariantTiling(64, 128, 128, 4, 3)
     if rows <= 64:
-        strip = next((s for s in (64, 32) if columns >= s * sm_count), 16)
-        return InvariantTiling(64, strip, 128, 4, 4)
-    if rows <= 512:
-        return InvariantTiling(64, 128, 64, 4, 4, descriptors=descriptors)
-    return InvariantTiling(128, 256, 64, 8, 3, descriptors=descriptors)
+        return InvariantTiling(64, 64 if columns >= 40 * sm_count else 32, 128, 4, 4)
+    for tall, wide in ((128, 128), (64, 128)):
+        if triton.cdiv(rows, tall) * triton.cdiv(columns, wide) >= 0.9 * sm_count:
+            return InvariantTiling(tall, wide, 64, 4, 4, descriptors=aligned)
+    return InvariantTiling(64, 64, 128, 4, 4)
 
 
 @triton.jit
@@ -226,8 +235,8 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 def invariant_linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """`ops.registry.Linear` of a batch-invariant model."""
-    # The accelerator wants lines at multiples of 16 bytes.
+    # Lines at multiples of 16 bytes.
     aligned = x.stride(0) % 8 == 0 and weight.in_features % 8 == 0 and x.data_ptr() % 16 == 0
-    descriptors = aligned and overlap_supported(x.device)
-    tiling = invariant_tiling(x.shape[0], weight.out_features, x.dtype, sm_count(x.device), descriptors=descriptors)
+    columns, hopper = weight.out_features, overlap_supported(x.device)
+    tiling = invariant_tiling(x.shape[0], columns, x.dtype, sm_count(x.device), hopper=hopper, aligned=aligned)
     return invariant_matmul(x, weight.data, bias, tiling)
