@@ -26,6 +26,12 @@ def attention_class(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Any:
         from octavo.attention.native_cpu import NativeCpuAttention
 
         return NativeCpuAttention
+    if config.attention == "flashinfer":
+        from octavo.attention.flashinfer import FlashInferAttention, unsupported
+
+        if (reason := unsupported(config, layers)) is not None:
+            raise ConfigError(f"--attention-backend FLASHINFER: {reason}.")
+        return FlashInferAttention
     reason = _no_triton(config, layers)
     if reason is None and config.batch_invariant:
         from octavo.attention.invariant import InvariantAttention
@@ -85,6 +91,8 @@ def make_attention(
         case "triton":
             most = config.scheduler.max_num_seqs * config.model.max_model_len
             options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype), "max_gathered": most}
+        case "flashinfer":
+            options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype)}
         case "triton-invariant":
             options = {"scales": scales}
     backend: AttentionBackend = chosen(layers, num_blocks, config.cache.block_size, getattr(torch, config.cache.dtype), device, **options)

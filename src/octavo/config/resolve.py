@@ -305,6 +305,8 @@ def _attention(args: EngineArgs, device: DeviceInfo, warnings: list[str]) -> Att
     if device.kind == "cpu" and chosen in ("triton", "flashinfer"):
         warnings.append(f"--attention-backend {args.attention_backend} has no effect on a CPU.")
         return "auto"
+    if chosen == "flashinfer":
+        warnings.append("--attention-backend FLASHINFER is experimental: tested against a stand-in only, and decodes run without graphs.")
     if args.batch_invariant and chosen not in ("auto", "triton"):
         raise ConfigError(
             f"--batch-invariant has attention of its own, which {args.attention_backend} cannot replace. Leave out one of them."
