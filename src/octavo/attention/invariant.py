@@ -1,7 +1,7 @@
 """Paged attention for `batch_invariant`: what a token gets is the same bits alone, in any batch, decoded or part of any chunk.
 
 One kernel (`ops.triton.invariant_attention`) computes every row of a step, whatever it is. Cache and writes to it are those of
-`attention/triton.py`; captured decode steps replay with the plan as data, as there.
+`attention/triton.py`; captured steps replay with the plan as data, as there.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from octavo.attention.base import Attend, KvScales, LayerSpec, StepBatch
+from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, StepBatch
 from octavo.attention.paged_cache import FLOAT8, PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
@@ -39,10 +38,14 @@ class Geometry:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def tokens_per_tile(self) -> int:
+        return tile_rows(self.group) // self.group
+
     def plan(self, start: Int32, count: Int32, sms: int) -> Int32:
         """[items, ITEM_FIELDS] for rows that compute `count` tokens from `start` on."""
-        per_tile = tile_rows(self.group) // self.group
-        return plan_invariant(start, count, per_tile, self.group, self.num_kv_heads, sms, sliding_window=self.sliding_window).items
+        per_tile, window = self.tokens_per_tile, self.sliding_window
+        return plan_invariant(start, count, per_tile, self.group, self.num_kv_heads, sms, sliding_window=window).items
 
 
 class InvariantAttention:
@@ -95,26 +98,27 @@ class InvariantAttention:
 
     # Graphs
 
-    def _capacity(self, g: Geometry, rows: int) -> int:
-        """Items of any plan of up to `rows` decodes."""
-        return rows + spare_items(g.num_kv_heads, self._sms)
+    def _capacity(self, g: Geometry, shape: GraphShape) -> int:
+        """Items of any plan that fits the shape."""
+        tiles = shape.rows + (shape.tokens // g.tokens_per_tile if shape.chunks else 0)
+        return tiles + spare_items(g.num_kv_heads, self._sms)
 
-    def graph_plan_size(self, rows: int) -> int:
-        return sum(self._capacity(g, rows) * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
+    def graph_plan_size(self, shape: GraphShape) -> int:
+        return sum(self._capacity(g, shape) * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
 
-    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
         place = 0
         for g in dict.fromkeys(self._geometries):
-            items = g.plan(context_lens - 1, np.ones_like(context_lens), self._sms)
-            end = place + self._capacity(g, rows) * ITEM_FIELDS
+            items = g.plan(start, count, self._sms)
+            end = place + self._capacity(g, shape) * ITEM_FIELDS
             out[place : place + items.size] = items.reshape(-1)
             out[place + items.size : end] = 0
             place = end
 
-    def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
-            size = self._capacity(g, rows) * ITEM_FIELDS
+            size = self._capacity(g, shape) * ITEM_FIELDS
             work[g] = plan[place : place + size].view(-1, ITEM_FIELDS)
             place += size
         return InvariantAttend(self, [work[g] for g in self._geometries], block_tables, cache_slots)

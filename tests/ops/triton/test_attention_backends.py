@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention.base import GraphAttention, KvScales, LayerSpec, StepBatch
+from octavo.attention.base import GraphAttention, GraphShape, KvScales, LayerSpec, StepBatch
 from octavo.attention.invariant import InvariantAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton import TritonAttention
@@ -107,27 +107,28 @@ def test_the_fused_path_writes_and_attends_alike(make: Make, dtype: torch.dtype,
 
 
 @backends
-def test_a_graphs_plan_gives_what_an_eager_step_gives(make: Make, device: torch.device) -> None:
+@pytest.mark.parametrize(("step", "shape"), [(2, GraphShape(5, 5)), (1, GraphShape(4, 20, 2)), (2, GraphShape(4, 20, 2))])
+def test_a_graphs_plan_gives_what_an_eager_step_gives(make: Make, step: int, shape: GraphShape, device: torch.device) -> None:
     backend = make(HALF, device, None)
     assert isinstance(backend, GraphAttention)
     batches = steps(device)
-    for step, batch in enumerate(batches[:2]):
+    for before, batch in enumerate(batches[:step]):
         attend = backend.plan(batch)
         for layer, spec in enumerate(LAYERS):
-            attend(layer, *inputs(batch, spec, step, device))
-    batch, rows = batches[2], 5
-    out = np.full(backend.graph_plan_size(rows), 77, np.int32)
-    backend.graph_plan(batch.cpu_start + 1, rows, out)
-    padded = torch.zeros(rows, batch.block_tables.shape[1], dtype=torch.int32, device=device)
+            attend(layer, *inputs(batch, spec, before, device))
+    batch, tokens = batches[step], batches[step].num_tokens
+    out = np.full(backend.graph_plan_size(shape), 77, np.int32)
+    backend.graph_plan(batch.cpu_start, batch.cpu_count, shape, out)
+    padded = torch.zeros(shape.rows, batch.block_tables.shape[1], dtype=torch.int32, device=device)
     padded[:3] = batch.block_tables
-    slots = torch.zeros(rows, dtype=torch.int64, device=device)
-    slots[:3] = batch.cache_slots
-    replayed = backend.graph_attend(torch.from_numpy(out).to(device), rows, padded, slots)
+    slots = torch.zeros(shape.tokens, dtype=torch.int64, device=device)
+    slots[:tokens] = batch.cache_slots
+    replayed = backend.graph_attend(torch.from_numpy(out).to(device), shape, padded, slots)
     eager = backend.plan(batch)
     for layer, spec in enumerate(LAYERS):
         q, k, v = inputs(batch, spec, 5, device)
-        wide = [torch.cat([t, torch.zeros(2, *t.shape[1:], dtype=t.dtype, device=device)]) for t in (q, k, v)]
-        got = replayed(layer, *wide)[:3]
+        wide = [torch.cat([t, torch.zeros(shape.tokens - tokens, *t.shape[1:], dtype=t.dtype, device=device)]) for t in (q, k, v)]
+        got = replayed(layer, *wide)[:tokens]
         assert relative_error(got, eager(layer, q, k, v).double()) < 1e-3
 
 
