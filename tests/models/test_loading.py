@@ -333,3 +333,24 @@ def test_no_damage_to_a_gguf_gets_past_an_octavo_error(tmp_path: Path, data: st.
         run(model, IDS[:3])
     except OctavoError as e:
         assert str(e)
+
+
+@pytest.mark.parametrize("name", ["self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_scales_of_a_float8_cache_are_found(tiny: Path, name: str, shape: tuple[int, ...]) -> None:
+    rewrite(
+        tiny,
+        lambda t: t.update({f"model.layers.1.{name.format(kind, kind)}": torch.full(shape, 0.25 if kind == "k" else 0.5) for kind in "kv"}),
+    )
+    scales = load(tiny).kv_scales
+    assert list(scales) == [1]
+    assert scales[1].k.tolist() == [0.25] * max(1, *shape, 0)
+    assert scales[1].v.tolist() == [0.5] * max(1, *shape, 0)
+    assert scales[1].k.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(math.nan), torch.ones(3)])
+def test_impossible_scale_is_named(tiny: Path, scale: torch.Tensor) -> None:
+    rewrite(tiny, lambda t: t.update({"model.layers.0.self_attn.k_scale": scale}))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.k_scale.*positive scale"):
+        load(tiny)

@@ -73,6 +73,16 @@ class LayerSpec:
     soft_cap: float | None = None
 
 
+@dataclass(frozen=True)
+class KvScales:
+    """What the numbers of one layer's quantised cache must be multiplied with."""
+
+    k: torch.Tensor
+    """[1] or [kv_heads] float32"""
+    v: torch.Tensor
+    """As k."""
+
+
 class AttentionBackend(Protocol):
     name: str
 

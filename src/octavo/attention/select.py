@@ -3,38 +3,97 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.attention.base import AttentionBackend, LayerSpec
+    from octavo.attention.base import AttentionBackend, KvScales, LayerSpec
 
 
 def attention_class(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Any:
-    """The fastest backend that supports the device, the dtypes and the layers: a class, to be called as `TorchPagedAttention` is."""
+    """The fastest backend that supports the device, the dtypes and the layers, or the one asked for: a class.
+
+    Raises:
+        ConfigError: none can do what the settings ask for with this model on this device; says why.
+    """
     if config.device.native_kernels:
         from octavo.attention.native_cpu import NativeCpuAttention
 
         return NativeCpuAttention
-    dtype, cache_dtype = getattr(torch, config.model.dtype), getattr(torch, config.cache.dtype)
-    if config.device.kind == "cuda" and config.device.capability >= (8, 0) and importlib.util.find_spec("triton") is not None:
+    if config.attention == "flashinfer":
+        from octavo.attention.flashinfer import FlashInferAttention, unsupported
+
+        if (reason := unsupported(config, layers)) is not None:
+            raise ConfigError(f"--attention-backend FLASHINFER: {reason}.")
+        return FlashInferAttention
+    reason = _no_triton(config, layers)
+    if reason is None and config.batch_invariant:
+        from octavo.attention.invariant import InvariantAttention
+
+        return InvariantAttention
+    if reason is None:
         from octavo.attention.triton import TritonAttention
 
-        if TritonAttention.supports(layers, dtype, cache_dtype):
-            return TritonAttention
+        return TritonAttention
+    for wanted, setting in (
+        (config.device.kind == "cuda" and config.batch_invariant, "--batch-invariant"),
+        (config.cache.dtype == "float8_e4m3fn", "--kv-cache-dtype fp8"),
+        (config.attention == "triton", "--attention-backend TRITON_ATTN"),
+    ):
+        if wanted:
+            raise ConfigError(f"{setting} needs Octavo's Triton kernels, but {reason}.")
     return TorchPagedAttention
 
 
-def make_attention(config: EngineConfig, layers: tuple[LayerSpec, ...], num_blocks: int, device: torch.device) -> AttentionBackend:
-    """An `AttentionBackend` with a cache of `num_blocks` blocks."""
+def _no_triton(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> str | None:
+    """Why the Triton kernels cannot be used; None: they can."""
+    device = config.device
+    if config.attention == "torch":
+        return "--attention-backend TORCH_SDPA asks for other ones"
+    if device.kind != "cuda":
+        return "there is no GPU"
+    if device.capability < (8, 0):
+        return f"{device.name} is too old for them (compute capability {device.capability[0]}.{device.capability[1]}; 8.0 is needed)"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    from octavo.attention.triton import TritonAttention
+
+    if not TritonAttention.supports(layers, getattr(torch, config.model.dtype), getattr(torch, config.cache.dtype)):
+        sizes = sorted({layer.head_dim for layer in layers})
+        return (
+            f"they run bfloat16 and float16 models with a cache of the same type or fp8 and heads of 16 to 256, not {config.model.dtype} "
+            f"with a {config.cache.dtype} cache and heads of {', '.join(map(str, sizes))}"
+        )
+    return None
+
+
+def make_attention(
+    config: EngineConfig,
+    layers: tuple[LayerSpec, ...],
+    num_blocks: int,
+    device: torch.device,
+    scales: Mapping[int, KvScales] | None = None,
+) -> AttentionBackend:
+    """An `AttentionBackend` with a cache of `num_blocks` blocks.
+
+    Args:
+        scales: of a float8 cache, by layer, as the checkpoint has them.
+    """
     chosen = attention_class(config, layers)
-    scheduler = config.scheduler
-    make = partial(chosen, layers, num_blocks, config.cache.block_size, getattr(torch, config.cache.dtype), device)
-    gathers = config.device.kind == "cuda" and chosen is not TorchPagedAttention
-    backend: AttentionBackend = make(max_gathered=scheduler.max_num_seqs * config.model.max_model_len) if gathers else make()
+    options: dict[str, Any] = {}
+    match chosen.name:
+        case "triton":
+            most = config.scheduler.max_num_seqs * config.model.max_model_len
+            options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype), "max_gathered": most}
+        case "flashinfer":
+            options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype)}
+        case "triton-invariant":
+            options = {"scales": scales}
+    backend: AttentionBackend = chosen(layers, num_blocks, config.cache.block_size, getattr(torch, config.cache.dtype), device, **options)
     return backend

@@ -1,20 +1,21 @@
-"""Paged attention by this project's Triton kernels, for 16-bit caches on NVIDIA GPUs.
+"""Paged attention by this project's Triton kernels, for 16-bit and float8 caches on NVIDIA GPUs.
 
-Layout: all layers of one shape in one allocation, [layers, 2, blocks, kv_heads, block_size, head_dim] (keys, then values), so
-that one launch copies a block in every layer. A step is planned once on the CPU from lengths known there: work items for the
-decodes, tiles for the prompt chunks, and where many queries read each key, lines to gather the pages into. One upload carries
-all of it. A layer then is one launch for norm, rotation and cache write, one for its decodes and one (or two) for its chunks.
+A step is planned once on the CPU from lengths known there: work items for the decodes, tiles for the prompt chunks, and where
+many queries read each key, lines to gather the pages into. One upload carries all of it. A layer then is one launch for norm,
+rotation and cache write, one for its decodes and one (or two) for its chunks.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from octavo.attention.base import Attend, GraphShape, LayerSpec, StepBatch
+from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, StepBatch
+from octavo.attention.paged_cache import FLOAT8, PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
@@ -33,7 +34,6 @@ from octavo.ops.triton.paged_prefill import (
 from octavo.ops.triton.prefill_plan import ITEM_FIELDS as CHUNK_FIELDS
 from octavo.ops.triton.prefill_plan import ROW as CHUNK_ROW
 from octavo.ops.triton.prefill_plan import max_prefill_parts, plan_prefill
-from octavo.ops.triton.rope_cache import rope_cache
 from octavo.protocol.step import Int32
 
 GATHERED_TOKENS = 32768
@@ -97,7 +97,9 @@ class TritonAttention:
     """Owns the KV cache of all layers. Implements `GraphAttention`.
 
     Args:
-        dtype: of the cache and of the model: bfloat16 or float16.
+        dtype: of the cache: bfloat16, float16 or float8_e4m3fn.
+        model_dtype: bfloat16 or float16; default that of the cache.
+        scales: of a float8 cache, by layer; default 1.0.
         max_gathered: most tokens that prompts of a step can have; bounds the scratch for gathered pages.
     """
 
@@ -111,28 +113,22 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        model_dtype: torch.dtype | None = None,
+        scales: Mapping[int, KvScales] | None = None,
         max_gathered: int = GATHERED_TOKENS,
     ) -> None:
+        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales)
         self._layers = layers
         self._geometries = [Geometry.of(layer) for layer in layers]
-        self._block_size = block_size
         self._dtype = dtype
         self._device = device
         self._overlap = overlap_supported(device)
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_SMS
-        self._allocations: list[torch.Tensor] = []
-        self._caches: list[torch.Tensor] = [torch.empty(0)] * len(layers)
-        shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
-        for shape in dict.fromkeys(shapes):
-            members = [i for i, s in enumerate(shapes) if s == shape]
-            whole = torch.empty(len(members), 2, num_blocks, shape[0], block_size, shape[1], dtype=dtype, device=device)
-            self._allocations.append(whole)
-            for place, layer in enumerate(members):
-                self._caches[layer] = whole[place]
+        shapes = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers)
         limit = min(GATHERED_TOKENS, -(-max_gathered // LINE_ALIGNMENT) * LINE_ALIGNMENT)
         # The tensor memory accelerator, which gathered lines are for, came with compute capability 9.
         self._gathered = {
-            shape: GatheredCache.allocate(shape[0], limit, shape[1], dtype, device) for shape in dict.fromkeys(shapes) if self._overlap
+            shape: GatheredCache.allocate(shape[0], limit, shape[1], model_dtype or dtype, device) for shape in shapes if self._overlap
         }
         self._decode_parts = {g: self._decode_workspace(g) for g in dict.fromkeys(self._geometries)}
         self._chunk_parts = {
@@ -141,16 +137,16 @@ class TritonAttention:
 
     @staticmethod
     def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
-        return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in layers)
+        return PagedCache.bytes_per_block(layers, block_size, dtype)
 
     @staticmethod
     def supports(layers: tuple[LayerSpec, ...], dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-        """Whether the kernels can run these layers: one 16-bit dtype, and heads that fill a tensor-core tile."""
-        return dtype == cache_dtype and dtype in (torch.bfloat16, torch.float16) and all(16 <= layer.head_dim <= 256 for layer in layers)
+        """Whether the kernels can run these layers: a 16-bit model with a cache like it or of float8, heads that fill a tile."""
+        fits = dtype in (torch.bfloat16, torch.float16) and cache_dtype in (dtype, FLOAT8)
+        return fits and all(16 <= layer.head_dim <= 256 for layer in layers)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for whole in self._allocations:
-            whole.index_copy_(2, dst.long(), whole.index_select(2, src))
+        self.cache.copy_blocks(src, dst)
 
     # Eager steps
 
@@ -277,15 +273,11 @@ class TritonAttention:
 
     # One layer
 
-    def cache_of(self, layer: int) -> torch.Tensor:
-        """[2, blocks, kv_heads, block_size, head_dim]"""
-        return self._caches[layer]
-
     def run(
         self, layer: int, work: LayerWork, q: torch.Tensor, block_tables: torch.Tensor, chunk_tables: torch.Tensor, decodes: int
     ) -> torch.Tensor:
         """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
-        spec, (keys, values) = self._layers[layer], self._caches[layer]
+        spec, (keys, values), stored = self._layers[layer], self.cache.of(layer), self.cache.scale(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if work.decodes is not None:
             paged_decode(
@@ -298,6 +290,8 @@ class TritonAttention:
                 scale=spec.scale,
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
+                k_scale=stored.k,
+                v_scale=stored.v,
                 tuning=work.decodes.tuning,
             )
         if (chunks := work.chunks) is not None:
@@ -315,14 +309,12 @@ class TritonAttention:
                 tuning=chunks.tuning,
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
+                k_scale=stored.k,
+                v_scale=stored.v,
                 gathered=chunks.gathered,
                 gathered_starts=chunks.gather_starts,
             )
         return out
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
 
 
 @dataclass(frozen=True)
@@ -345,38 +337,17 @@ class TritonAttend:
         return self.selected is not None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = self.backend.cache_of(layer)
-        size = self.backend.block_size
-        block, offset = self.cache_slots // size, self.cache_slots % size
-        keys[block, :, offset] = k.to(keys.dtype)
-        values[block, :, offset] = v.to(values.dtype)
+        self.backend.cache.write(layer, k, v, self.cache_slots)
         return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
-        q = self._store(layer, qkv, rotation, qk_norm)
+        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots)
         return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes).flatten(1)
 
     def attend_wanted(
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, wanted: torch.Tensor
     ) -> torch.Tensor:
         assert self.selected is not None
-        q = self._store(layer, qkv, rotation, qk_norm).index_select(0, wanted)
+        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots).index_select(0, wanted)
         tables = self.selected.block_tables
         return self.backend.run(layer, self.selected.work, q, tables, tables, len(wanted)).flatten(1)
-
-    def _store(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
-        """Norm, rotate, write keys and values into the cache. Returns q, [tokens, heads, head_dim]."""
-        keys, values = self.backend.cache_of(layer)
-        num_heads = qkv.shape[1] // keys.shape[3] - 2 * keys.shape[1]
-        return rope_cache(
-            qkv,
-            rotation.positions,
-            rotation.table,
-            self.cache_slots,
-            keys,
-            values,
-            num_heads,
-            q_weight=None if qk_norm is None else qk_norm.q,
-            k_weight=None if qk_norm is None else qk_norm.k,
-            eps=1e-6 if qk_norm is None else qk_norm.eps,
-        )

@@ -25,7 +25,8 @@ Every engine setting is a flag of `octavo serve` (and of `chat`, `complete`, `ge
 * `--config FILE` reads flags from a YAML or JSON file, by their long names; the command line wins.
 * *ignored*: accepted with a warning, without effect. *not yet*: refused unless it asks for nothing.
 * Environment: `OCTAVO_API_KEY` (or `VLLM_API_KEY`) for `--api-key`, `OCTAVO_HOME` for the folder with models and history
-  (default `~/.cache/octavo`), `OCTAVO_DEBUG=1` for `--debug`, `VLLM_SERVER_DEV_MODE=1` for `--server-dev-mode`.
+  (default `~/.cache/octavo`), `OCTAVO_DEBUG=1` for `--debug`, `VLLM_SERVER_DEV_MODE=1` for `--server-dev-mode`,
+  `VLLM_BATCH_INVARIANT=1` for `--batch-invariant`.
 """
 
 _KINDS = {bool: "switch", int: "whole number", float: "number", str: "text", list: "list", dict: "JSON"}

@@ -54,7 +54,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         "how kernels and graphs are built is decided at start",
         switches="use-tqdm-on-load disable-cascade-attn enable-dbo enable-flashinfer-autotune",
         values="cudagraph-capture-sizes max-cudagraph-capture-size max-context-len-to-capture "
-        "max-seq-len-to-capture attention-backend attention-config kernel-config optimization-level performance-mode "
+        "max-seq-len-to-capture attention-config kernel-config optimization-level performance-mode "
         "moe-backend all2all-backend",
     ),
     ForeignFlag("--compilation-config", "value", "how kernels and graphs are built is decided at start", short="-O"),

@@ -106,7 +106,13 @@ class EngineArgs:
         None, "Size of the KV cache in GiB when running on a CPU. Default: from free memory.", group="cache"
     )
     num_gpu_blocks_override: int | None = setting(None, "Use exactly this many KV blocks (for tests).", group="cache")
-    kv_cache_dtype: str = setting("auto", "KV cache element type.", group="cache", choices=("auto", "float32", "float16", "bfloat16"))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "KV cache element type. fp8 (the same as fp8_e4m3) halves the cache on NVIDIA GPUs from compute capability 8.9 on. "
+        "auto: the model's, on a CPU with native kernels float16.",
+        group="cache",
+        choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    )
     enable_prefix_caching: bool = setting(True, "Reuse the KV cache of equal prompt prefixes.", group="cache")
     swap_space: float = setting(
         4.0, "Preempted requests are recomputed, not swapped; accepted and ignored.", group="cache", status="ignored"
@@ -154,6 +160,18 @@ class EngineArgs:
         choices=("int8", "float32"),
     )
     enforce_eager: bool = setting(False, "No graph capture.", group="execution")
+    attention_backend: str = setting(
+        "auto",
+        "Attention kernels on a GPU: TRITON_ATTN (Octavo's own), FLASHINFER (experimental, where flashinfer-python is installed) or TORCH_SDPA. "
+        "Names of other vLLM backends mean auto.",
+        group="execution",
+    )
+    batch_invariant: bool | None = setting(
+        None,
+        "The logits of a request are the same bits whatever else is in the batch and however it is computed. "
+        "Default: off, or on with the environment variable VLLM_BATCH_INVARIANT=1.",
+        group="execution",
+    )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer.", group="execution", short="tp", status="not yet")
     pipeline_parallel_size: int = setting(
         1, "Groups of GPUs that share the layers between them.", group="execution", short="pp", status="not yet"

@@ -14,7 +14,9 @@ from typing import Any
 from octavo.config.args import EngineArgs
 from octavo.config.sizes import parse_size
 from octavo.config.types import (
+    AttentionName,
     CacheConfig,
+    CacheDTypeName,
     DeviceInfo,
     DTypeName,
     EngineConfig,
@@ -32,6 +34,37 @@ _DTYPES: dict[str, DTypeName] = {
     "float": "float32",
     "float32": "float32",
 }
+_ATTENTION: dict[str, AttentionName] = {
+    "AUTO": "auto",
+    "TRITON": "triton",
+    "TRITON_ATTN": "triton",
+    "FLASHINFER": "flashinfer",
+    "TORCH": "torch",
+    "TORCH_SDPA": "torch",
+}
+_FOREIGN_ATTENTION = frozenset(
+    [
+        "FLASH_ATTN",
+        "FLASH_ATTN_VLLM_V1",
+        "FLASH_ATTN_MLA",
+        "FLASHMLA",
+        "FLASHMLA_SPARSE",
+        "FLASHINFER_MLA",
+        "CUTLASS_MLA",
+        "TRITON_MLA",
+        "FLEX_ATTENTION",
+        "TREE_ATTN",
+        "DUAL_CHUNK_FLASH_ATTN",
+        "XFORMERS",
+        "CPU_ATTN",
+        "ROCM_ATTN",
+        "ROCM_FLASH",
+        "ROCM_AITER_FA",
+        "ROCM_AITER_MLA",
+        "ROCM_AITER_UNIFIED_ATTN",
+        "PALLAS",
+    ]
+)
 _BIG_GPU = 70 * 2**30
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
 
@@ -64,6 +97,8 @@ def resolve(
         model=model,
         cache=_cache(args, model, device),
         scheduler=scheduler,
+        attention=_attention(args, device, warnings),
+        batch_invariant=_batch_invariant(args, model, device),
         device=device,
         parallel=ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size),
         reliability=ReliabilityConfig(args.engine_restarts, args.engine_hang_timeout, args.debug_scripted_model),
@@ -235,11 +270,62 @@ def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheCon
     )
 
 
-def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> DTypeName:
-    if args.kv_cache_dtype != "auto":
-        return _DTYPES[args.kv_cache_dtype]
+def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheDTypeName:
+    asked = args.kv_cache_dtype
+    if asked == "fp8_e5m2":
+        raise ConfigError("--kv-cache-dtype fp8_e5m2: its two mantissa bits are too coarse for keys and values. Use fp8_e4m3.")
+    if asked in ("fp8", "fp8_e4m3"):
+        if device.kind == "cpu":
+            raise ConfigError(f"--kv-cache-dtype {asked} needs an NVIDIA GPU. On a CPU use float16, float32 or auto.")
+        if device.capability < (8, 9):
+            major, minor = device.capability
+            raise ConfigError(
+                f"--kv-cache-dtype {asked}: {device.name} (compute capability {major}.{minor}) cannot convert float8; 8.9 or newer can. "
+                f"Use auto."
+            )
+        if model.dtype == "float32":
+            raise ConfigError(f"--kv-cache-dtype {asked} goes with --dtype bfloat16 or float16, not float32.")
+        return "float8_e4m3fn"
+    if asked != "auto":
+        return _DTYPES[asked]
     # Reading the cache bounds decoding on a CPU, and the compiled kernels convert while they read.
     return "float16" if device.native_kernels else model.dtype
+
+
+def _attention(args: EngineArgs, device: DeviceInfo, warnings: list[str]) -> AttentionName:
+    asked = args.attention_backend.upper()
+    if asked in _FOREIGN_ATTENTION:
+        warnings.append(f"--attention-backend {args.attention_backend} is not one of Octavo's: choosing by itself.")
+        return "auto"
+    if asked not in _ATTENTION:
+        near = difflib.get_close_matches(asked, _ATTENTION, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--attention-backend {args.attention_backend!r} is not one of auto, TRITON_ATTN, FLASHINFER, TORCH_SDPA.{hint}")
+    chosen = _ATTENTION[asked]
+    if device.kind == "cpu" and chosen in ("triton", "flashinfer"):
+        warnings.append(f"--attention-backend {args.attention_backend} has no effect on a CPU.")
+        return "auto"
+    if chosen == "flashinfer":
+        warnings.append("--attention-backend FLASHINFER is experimental: tested against a stand-in only, and decodes run without graphs.")
+    if args.batch_invariant and chosen not in ("auto", "triton"):
+        raise ConfigError(
+            f"--batch-invariant has attention of its own, which {args.attention_backend} cannot replace. Leave out one of them."
+        )
+    return chosen
+
+
+def _batch_invariant(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> bool:
+    """Checked here as far as settings tell; `attention.select` knows the rest."""
+    if not args.batch_invariant:
+        return False
+    if device.kind == "cpu" and not device.native_kernels:
+        raise ConfigError(
+            "--batch-invariant on a CPU needs the native kernels, which run float32 models: leave --dtype and --cpu-kernels at auto "
+            "(octavo doctor tells whether they were built)."
+        )
+    if device.kind == "cuda" and model.dtype == "float32":
+        raise ConfigError("--batch-invariant on a GPU goes with --dtype bfloat16 or float16, not float32.")
+    return True
 
 
 def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> SchedulerConfig:

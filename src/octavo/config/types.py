@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
+CacheDTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn"]
+"""As torch calls them."""
+AttentionName = Literal["auto", "triton", "flashinfer", "torch"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class CacheConfig:
     memory_utilization: float
     memory_bytes: int | None
     num_blocks_override: int | None
-    dtype: DTypeName
+    dtype: CacheDTypeName
     prefix_caching: bool
 
 
@@ -98,5 +101,8 @@ class EngineConfig:
     parallel: ParallelConfig
     reliability: ReliabilityConfig
     enforce_eager: bool = False
+    attention: AttentionName = "auto"
+    batch_invariant: bool = False
+    """A request's logits do not depend on the batch, to the bit."""
     warnings: tuple[str, ...] = field(default=())
     """One line each, shown once at start."""

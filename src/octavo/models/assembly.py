@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from octavo.attention.base import KvScales
 from octavo.errors import CheckpointError
 from octavo.models.decoder import Weights
 from octavo.models.families.base import Target
@@ -19,6 +20,8 @@ from octavo.weights.stored import StoredTensor
 
 _IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
 """Buffers that older exporters saved; they follow from the config."""
+_KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+"""What a float8 KV cache was calibrated with; exporters differ in where they put it."""
 _LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")
 
 
@@ -40,6 +43,7 @@ class Assembly:
         self._segments: dict[str, dict[int, Panels]] = {}
         """Parameter -> first row -> rows packed for a compiled decoder."""
         self._panels: dict[str, PanelWeight] = {}
+        self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._nbytes = 0
 
     def add(self, stored: StoredTensor) -> None:
@@ -49,6 +53,9 @@ class Assembly:
             CheckpointError: the model has no place for it, it has another shape, or its place is filled already.
         """
         if _IGNORED.search(stored.name):
+            return
+        if (scale := _KV_SCALE.search(stored.name)) is not None:
+            self._kv_scales.setdefault(int(scale[1]), {})[scale[2]] = self._read_scale(stored)
             return
         found = _LAYER.search(stored.name)
         pattern = stored.name if found is None else f"{stored.name[: found.start()]}{{i}}{stored.name[found.end() :]}"
@@ -62,6 +69,16 @@ class Assembly:
                 f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
             )
         self._fill(parameter, target.part, stored)
+
+    def _read_scale(self, stored: StoredTensor) -> torch.Tensor:
+        scale = torch.empty(stored.shape, dtype=torch.float32)
+        stored.copy_into(scale)
+        if scale.numel() not in (1, self._spec.num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name} is not a positive scale for each layer or for each of "
+                f"{self._spec.num_kv_heads} KV heads (shape {list(stored.shape)})."
+            )
+        return scale.reshape(-1)
 
     def _fill(self, parameter: Parameter, part: str | None, stored: StoredTensor) -> None:
         start, stop = parameter.parts[part] if part else (0, parameter.shape[0])
@@ -148,7 +165,19 @@ class Assembly:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
-        return Weights(self._tensors, self._linears, self._panels, self._nbytes)
+        return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales())
+
+    def _complete_scales(self) -> dict[int, KvScales]:
+        """Of the layers that have both; k and v have as many numbers."""
+        heads = self._spec.num_kv_heads
+        scales = {}
+        for layer, found in self._kv_scales.items():
+            if layer < self._spec.num_layers and found.keys() == {"k", "v"}:
+                k, v = found["k"], found["v"]
+                if k.numel() != v.numel():
+                    k, v = k.expand(heads).contiguous(), v.expand(heads).contiguous()
+                scales[layer] = KvScales(k, v)
+        return scales
 
     def _source_name(self, name: str, part: str | None) -> str:
         found = _LAYER.search(name)

@@ -35,6 +35,7 @@ class CompiledDecoder:
         self.spec = spec
         self.layer_specs = spec.layer_specs
         self.weights_bytes = weights.nbytes
+        self.kv_scales = weights.kv_scales
         self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, int8_activations=int8_activations)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from octavo.attention.base import Attend, LayerSpec
+from octavo.attention.base import Attend, KvScales, LayerSpec
 from octavo.layers.attention import Attention, QkNorm
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp
@@ -29,6 +29,10 @@ class Model(Protocol):
 
     @property
     def weights_bytes(self) -> int: ...
+
+    @property
+    def kv_scales(self) -> Mapping[int, KvScales]:
+        """By layer, of a float8 KV cache, where the checkpoint has them."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
@@ -63,6 +67,8 @@ class Weights:
     """Linear layers and embedding instead, where they were packed for a compiled decoder; a tied head is `embed`."""
     nbytes: int
     """All of it in memory, a tied head counted again where it is packed apart from the embedding."""
+    kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
+    """By layer, of a float8 KV cache."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class Decoder:
         self.spec = spec
         self.layer_specs = spec.layer_specs
         self.weights_bytes = weights.nbytes
+        self.kv_scales = weights.kv_scales
         self._ops = ops
         self._embedding = weights.tensors["embed"]
         self._head = Linear(weights.linears["head"], None, ops)

@@ -161,10 +161,12 @@ class Ops:
     """Of the sampler, not of layers. None: the sampler does it in plain torch."""
 
 
-def load_ops(device_kind: str) -> Ops:
+def load_ops(device_kind: str, *, batch_invariant: bool = False) -> Ops:
     """The fastest implementation of each operation that this installation has for a device.
 
     Args:
+        batch_invariant: only those whose result for a row is the same bits whatever the other rows are. Of no effect but on
+            "cuda": the compiled kernels for a CPU are so anyway.
         device_kind: "cpu" and "cuda" are torch's kernels, "native" the compiled ones for a CPU, "reference" the plain torch
             oracle, which runs anywhere.
 
@@ -188,5 +190,5 @@ def load_ops(device_kind: str) -> Ops:
             return reference.OPS
         from octavo.ops import triton
 
-        return replace(reference.OPS, **triton.overrides())
+        return replace(reference.OPS, **(triton.invariant_overrides() if batch_invariant else triton.overrides()))
     raise ConfigError(f"There are no operations for the device {device_kind!r}. Use cpu or cuda.")

@@ -79,6 +79,9 @@ def largest_values(x: torch.Tensor, n: int) -> torch.Tensor:
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """[rows, width] -> [rows]. NaN for a row of nothing but -inf."""
+    if x.device.type != "cpu" and (ragged := -x.shape[1] % 4):
+        # Rows at all alignments would be added up in different orders: a row's bits must not depend on its place.
+        x = torch.nn.functional.pad(x, (0, ragged), value=-torch.inf)
     # softmax is fused; its largest entry is 1 / sum(exp(x - max)).
     return x.amax(-1) - torch.softmax(x, -1).amax(-1).log()
 

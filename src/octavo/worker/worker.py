@@ -80,7 +80,7 @@ class Worker:
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
-            self._ops: Ops = load_ops(kernels)
+            self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
             self._model: Model = load_model(config, self._ops, self._device, progress)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
@@ -184,10 +184,13 @@ class Worker:
         self._phases.append(Phase(name, seconds))
         logger.info("Start: %s took %.2f s", name, seconds)
 
+    def _make_attention(self, num_blocks: int) -> AttentionBackend:
+        return make_attention(self._config, self._model.layer_specs, num_blocks, self._device, self._model.kv_scales)
+
     def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
         """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
         try:
-            attention: AttentionBackend = make_attention(self._config, self._model.layer_specs, size.num_blocks, self._device)
+            attention: AttentionBackend = self._make_attention(size.num_blocks)
             return attention
         except (RuntimeError, MemoryError) as e:
             # On a CPU torch has no class of its own for this, only words.
@@ -230,7 +233,7 @@ class Worker:
         if self._device.type == "cpu":
             itemsize = getattr(torch, config.model.dtype).itemsize
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
-        attention = make_attention(config, self._model.layer_specs, PROFILE_BLOCKS, self._device)
+        attention = self._make_attention(PROFILE_BLOCKS)
         self._compile_ahead(attention)
         torch.cuda.reset_peak_memory_stats(self._device)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
@@ -283,6 +286,16 @@ class Worker:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
+    def _cache_warnings(self) -> list[str]:
+        """What the user should know about a float8 cache."""
+        missing = len(self._model.layer_specs) - len(self._model.kv_scales)
+        if self._config.cache.dtype != "float8_e4m3fn" or not missing:
+            return []
+        where = (
+            "the checkpoint has no k_scale and v_scale" if not self._model.kv_scales else f"{missing} layers have no k_scale and v_scale"
+        )
+        return [f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto."]
+
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
         return EngineReady(
@@ -302,5 +315,5 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=list(size.warnings),
+            warnings=[*size.warnings, *self._cache_warnings()],
         )

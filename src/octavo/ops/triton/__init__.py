@@ -23,3 +23,22 @@ def overrides() -> dict[str, Any]:
         "linear": linear.linear,
         "draw": draw_tokens,
     }
+
+
+def invariant_overrides() -> dict[str, Any]:
+    """As `overrides`, but only operations that give a row the same bits whatever the other rows are.
+
+    What is not named here keeps its plain implementation: a new fused operation is not batch-invariant until it is shown to be.
+    """
+    from octavo.ops.triton.gated_mul import gated_mul
+    from octavo.ops.triton.invariant_matmul import invariant_linear
+    from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
+    from octavo.ops.triton.sampling import draw_tokens
+
+    return {
+        "rms_norm": rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "gated_mul": gated_mul,
+        "linear": invariant_linear,
+        "draw": draw_tokens,
+    }

@@ -15,6 +15,14 @@ from triton.runtime.jit import JITFunction
 
 PREFERRED_CARVEOUT = 9
 """The driver's CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent."""
+EMULATED_SMS = 8
+"""Where there is no GPU, for the interpreter."""
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_SMS
 
 
 @functools.cache

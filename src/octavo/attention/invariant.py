@@ -1,0 +1,164 @@
+"""Paged attention for `batch_invariant`: what a token gets is the same bits alone, in any batch, decoded or part of any chunk.
+
+One kernel (`ops.triton.invariant_attention`) computes every row of a step, whatever it is. Cache and writes to it are those of
+`attention/triton.py`; captured steps replay with the plan as data, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, StepBatch
+from octavo.attention.paged_cache import FLOAT8, PagedCache
+from octavo.layers.attention import QkNorm
+from octavo.layers.rope import Rotation
+from octavo.ops.transfer import upload_many
+from octavo.ops.triton.invariant_attention import InvariantWorkspace, invariant_attention, tile_rows
+from octavo.ops.triton.invariant_plan import ITEM_FIELDS, plan_invariant, spare_items
+from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.protocol.step import Int32
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a plan depends on; layers that share it share the plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    sliding_window: int | None
+
+    @staticmethod
+    def of(layer: LayerSpec) -> Geometry:
+        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def tokens_per_tile(self) -> int:
+        return tile_rows(self.group) // self.group
+
+    def plan(self, start: Int32, count: Int32, sms: int) -> Int32:
+        """[items, ITEM_FIELDS] for rows that compute `count` tokens from `start` on."""
+        per_tile, window = self.tokens_per_tile, self.sliding_window
+        return plan_invariant(start, count, per_tile, self.group, self.num_kv_heads, sms, sliding_window=window).items
+
+
+class InvariantAttention:
+    """Owns the KV cache of all layers. Implements `GraphAttention`.
+
+    Args:
+        dtype: of the cache: bfloat16, float16 or float8_e4m3fn.
+        scales: of a float8 cache, by layer; default 1.0.
+    """
+
+    name = "triton-invariant"
+
+    def __init__(
+        self,
+        layers: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scales: Mapping[int, KvScales] | None = None,
+    ) -> None:
+        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales)
+        self._layers = layers
+        self._geometries = [Geometry.of(layer) for layer in layers]
+        self._device = device
+        self._overlap = overlap_supported(device)
+        self._sms = sm_count(device)
+        shapes = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers)
+        self._workspaces = {shape: InvariantWorkspace.allocate(*shape, device) for shape in shapes}
+
+    @staticmethod
+    def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
+        return PagedCache.bytes_per_block(layers, block_size, dtype)
+
+    @staticmethod
+    def supports(layers: tuple[LayerSpec, ...], dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+        """Whether the kernel can run these layers: a 16-bit model with a cache like it or of float8, heads that fill a tile."""
+        fits = dtype in (torch.bfloat16, torch.float16) and cache_dtype in (dtype, FLOAT8)
+        return fits and all(16 <= layer.head_dim <= 256 for layer in layers)
+
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        self.cache.copy_blocks(src, dst)
+
+    def plan(self, batch: StepBatch) -> Attend:
+        geometries = list(dict.fromkeys(self._geometries))
+        plans = upload_many([g.plan(batch.cpu_start, batch.cpu_count, self._sms) for g in geometries], self._device)
+        work = dict(zip(geometries, plans, strict=True))
+        return InvariantAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots)
+
+    # Graphs
+
+    def _capacity(self, g: Geometry, shape: GraphShape) -> int:
+        """Items of any plan that fits the shape."""
+        tiles = shape.rows + (shape.tokens // g.tokens_per_tile if shape.chunks else 0)
+        return tiles + spare_items(g.num_kv_heads, self._sms)
+
+    def graph_plan_size(self, shape: GraphShape) -> int:
+        return sum(self._capacity(g, shape) * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
+
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
+        place = 0
+        for g in dict.fromkeys(self._geometries):
+            items = g.plan(start, count, self._sms)
+            end = place + self._capacity(g, shape) * ITEM_FIELDS
+            out[place : place + items.size] = items.reshape(-1)
+            out[place + items.size : end] = 0
+            place = end
+
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+        work, place = {}, 0
+        for g in dict.fromkeys(self._geometries):
+            size = self._capacity(g, shape) * ITEM_FIELDS
+            work[g] = plan[place : place + size].view(-1, ITEM_FIELDS)
+            place += size
+        return InvariantAttend(self, [work[g] for g in self._geometries], block_tables, cache_slots)
+
+    # One layer
+
+    def run(self, layer: int, items: torch.Tensor, q: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+        """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
+        spec, (keys, values), stored = self._layers[layer], self.cache.of(layer), self.cache.scale(layer)
+        return invariant_attention(
+            q,
+            keys,
+            values,
+            block_tables,
+            items,
+            self._workspaces[spec.num_kv_heads, spec.head_dim],
+            torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            k_scale=stored.k,
+            v_scale=stored.v,
+            overlap=self._overlap,
+        )
+
+
+@dataclass(frozen=True)
+class InvariantAttend:
+    """Implements `Attend` and `layers.attention.FusedAttend`."""
+
+    backend: InvariantAttention
+    items: list[torch.Tensor]
+    """By layer."""
+    block_tables: torch.Tensor
+    cache_slots: torch.Tensor
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.backend.cache.write(layer, k, v, self.cache_slots)
+        return self.backend.run(layer, self.items[layer], q, self.block_tables)
+
+    def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
+        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots)
+        return self.backend.run(layer, self.items[layer], q, self.block_tables).view(len(qkv), -1)
