@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Which rows begin with the same blocks. Rows that share nothing are listed too."""
+
+    order: Int32
+    """[rows] the rows, sorted so that those with the most in common are neighbours."""
+    common: Int32
+    """[rows] tokens whose blocks each row of `order` has in common with the one before it."""
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One step's rows. Device tensors end in what they are indexed by; `cpu_*` are the numpy originals for planning.
 
@@ -43,6 +53,8 @@ class StepBatch:
     """[rows] int32: start + count."""
     cpu_wanted: Int32 | None = None
     """[wanted] ascending rows whose last token is all that is needed of the last layer; None: every token of every row."""
+    shared: SharedPrefixes | None = None
+    """Of the decodes, where some of them begin with the same blocks."""
 
 
 class Attend(Protocol):
@@ -92,12 +104,13 @@ class GraphAttention(AttentionBackend, Protocol):
     def graph_plan_size(self, rows: int) -> int:
         """How many int32 numbers a decode plan of up to `rows` rows takes."""
 
-    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
+    def graph_plan(self, context_lens: Int32, rows: int, out: Int32, shared: SharedPrefixes | None = None) -> None:
         """Plan a decode step on the host.
 
         Args:
             context_lens: [at most rows] tokens that each row attends to, its own included.
             out: [graph_plan_size(rows)], overwritten.
+            shared: which rows begin with the same blocks.
         """
 
     def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:

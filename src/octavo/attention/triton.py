@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.attention.base import Attend, LayerSpec, SharedPrefixes, StepBatch
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
-from octavo.ops.triton.decode_plan import ITEM_FIELDS, decode_capacity, plan_decode
+from octavo.ops.triton.decode_plan import Bundles, DecodeCapacity, DecodePlan, bundle_limit, bundle_rows, decode_capacity, plan_decode
 from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.launch import overlap_supported
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
@@ -60,7 +60,7 @@ class Geometry:
 @dataclass(frozen=True)
 class DecodeWork:
     workspace: DecodeWorkspace
-    """Its items are the plan."""
+    """Holds the plan."""
     tuning: DecodeTuning
 
 
@@ -131,6 +131,8 @@ class TritonAttention:
         self._gathered = {
             shape: GatheredCache.allocate(shape[0], limit, shape[1], dtype, device) for shape in dict.fromkeys(shapes) if self._overlap
         }
+        self._bundles: dict[int, tuple[SharedPrefixes, Bundles | None]] = {}
+        """By rows a bundle: the last, which stay the same from step to step while no request comes or goes."""
         self._decode_parts = {g: self._decode_workspace(g) for g in dict.fromkeys(self._geometries)}
         self._chunk_parts = {
             g: PrefillWorkspace.allocate(g.num_kv_heads, g.head_dim, self._sms, device) for g in dict.fromkeys(self._geometries)
@@ -158,16 +160,15 @@ class TritonAttention:
         if (wanted := batch.cpu_wanted) is not None and len(wanted):
             # Each is one query over its whole context, whether it ends a chunk or not: a decode.
             g = self._geometries[-1]
-            capacity = decode_capacity(len(wanted), g.num_kv_heads, self._sms)
             contexts = (batch.cpu_start + batch.cpu_count)[wanted]
-            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
-            arrays += [plan.items, wanted]
+            plan = self._decode_plan(g, contexts, len(wanted), None)
+            arrays += [plan.numbers, wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
         selected = None
         if wanted is not None:
-            items, rows = on_device[planned:] or (None, None)
-            decodes = None if items is None else self._decode_work(self._geometries[-1], len(wanted), items)
+            numbers, rows = on_device[planned:] or (None, None)
+            decodes = None if numbers is None else self._decode_work(self._geometries[-1], len(wanted), numbers)
             tables = batch.block_tables if rows is None or len(wanted) == len(batch.cpu_count) else batch.block_tables.index_select(0, rows)
             selected = SelectedWork(LayerWork(decodes, None), tables)
         return TritonAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots, batch.num_decodes, selected)
@@ -176,9 +177,8 @@ class TritonAttention:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
         decodes, first = batch.num_decodes, len(arrays)
         if decodes:
-            capacity = decode_capacity(decodes, g.num_kv_heads, self._sms)
-            plan = plan_decode(batch.cpu_start[:decodes] + 1, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
-            arrays.append(plan.items)
+            plan = self._decode_plan(g, batch.cpu_start[:decodes] + 1, decodes, batch.shared)
+            arrays.append(plan.numbers)
         tuning, gather = None, False
         if decodes < len(batch.cpu_count):
             start, count = batch.cpu_start[decodes:], batch.cpu_count[decodes:]
@@ -204,37 +204,50 @@ class TritonAttention:
             return LayerWork(decode_work, ChunkWork(items, tuning, None, None, None))
         return LayerWork(decode_work, ChunkWork(items, tuning, next(mine), next(mine), self._gathered[g.num_kv_heads, g.head_dim]))
 
-    def _decode_work(self, g: Geometry, rows: int, items: torch.Tensor) -> DecodeWork:
+    def _capacity(self, g: Geometry, rows: int) -> DecodeCapacity:
+        bundle = bundle_limit(g.group) if g.sliding_window is None else 1
+        return decode_capacity(rows, g.num_kv_heads, self._sms, bundle=bundle)
+
+    def _decode_plan(self, g: Geometry, context_lens: Int32, rows: int, shared: SharedPrefixes | None) -> DecodePlan:
+        bundles = None if shared is None or g.sliding_window is not None else self._bundled(shared, bundle_limit(g.group))
+        capacity = self._capacity(g, rows)
+        return plan_decode(context_lens, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window, bundles=bundles)
+
+    def _bundled(self, shared: SharedPrefixes, most: int) -> Bundles | None:
+        known = self._bundles.get(most)
+        if known is None or known[0] is not shared:
+            known = self._bundles[most] = shared, bundle_rows(shared.order, shared.common, most) if most > 1 else None
+        return known[1]
+
+    def _decode_work(self, g: Geometry, rows: int, plan: torch.Tensor) -> DecodeWork:
         parts = self._decode_parts[g]
-        capacity = decode_capacity(rows, g.num_kv_heads, self._sms)
-        workspace = DecodeWorkspace(items, parts.sums, parts.stats, parts.counters, capacity)
+        capacity = self._capacity(g, rows)
+        workspace = DecodeWorkspace(plan, parts.sums, parts.stats, parts.counters, capacity)
         tuning = decode_tuning(g.head_dim, self._dtype.itemsize, rows, g.num_kv_heads, self._sms, overlap=self._overlap)
         return DecodeWork(workspace, tuning)
 
     def _decode_workspace(self, g: Geometry) -> DecodeWorkspace:
         """Room for the parts of any plan: their number depends on the number of rows, but not beyond this."""
-        most = max((decode_capacity(rows, g.num_kv_heads, self._sms) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
+        most = max((self._capacity(g, rows) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
         return DecodeWorkspace.allocate(most, g.num_heads, g.num_kv_heads, g.head_dim, self._device)
 
     # Graphs
 
     def graph_plan_size(self, rows: int) -> int:
-        return sum(decode_capacity(rows, g.num_kv_heads, self._sms).items * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
+        return sum(self._capacity(g, rows).size for g in dict.fromkeys(self._geometries))
 
-    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
+    def graph_plan(self, context_lens: Int32, rows: int, out: Int32, shared: SharedPrefixes | None = None) -> None:
         place = 0
         for g in dict.fromkeys(self._geometries):
-            capacity = decode_capacity(rows, g.num_kv_heads, self._sms)
-            plan = plan_decode(context_lens, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
-            out[place : place + plan.items.size] = plan.items.reshape(-1)
-            place += plan.items.size
+            numbers = self._decode_plan(g, context_lens, rows, shared).numbers
+            out[place : place + len(numbers)] = numbers
+            place += len(numbers)
 
     def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
-            size = decode_capacity(rows, g.num_kv_heads, self._sms).items * ITEM_FIELDS
-            items = plan[place : place + size].view(-1, ITEM_FIELDS)
-            work[g] = LayerWork(self._decode_work(g, rows, items), None)
+            size = self._capacity(g, rows).size
+            work[g] = LayerWork(self._decode_work(g, rows, plan[place : place + size]), None)
             place += size
         return TritonAttend(self, [work[g] for g in self._geometries], block_tables, cache_slots, rows)
 

@@ -227,4 +227,4 @@ class DecodeGraphs:
         columns.keys[: 2 * n] = keys.astype(np.uint32).view(np.int32).reshape(-1)
         if d:
             columns.diffs.reshape(3, -1)[:, :d] = plan.table_slots, plan.table_index, plan.table_blocks
-        self._attention.graph_plan(plan.start + 1, rows, columns.plan)
+        self._attention.graph_plan(plan.start + 1, rows, columns.plan, self._tables.leading.shared(slots))

@@ -1,7 +1,7 @@
 """Softmax over keys that several thread blocks share: leave a part, tell who is last, add the parts up.
 
 A part is the unnormalised sum, the maximum and the denominator of some rows over some keys (flash-decoding, Dao et al. 2023).
-Places in the workspace are [parts, kv_heads, rows]. The last thread block to arrive adds all parts up *in part order*, so the
+A row's place in the workspace is one of [parts, kv_heads, rows]. The last thread block to arrive adds all parts up *in part order*, so the
 bits do not depend on who was last, and sets the counter back to zero for the next launch. No second launch, no host sync.
 """
 
@@ -14,26 +14,12 @@ import triton.language as tl
 
 
 @triton.jit
-def leave_part(
-    acc,
-    row_max,
-    row_sum,
-    part,
-    kv_head,
-    sums_ptr,
-    stats_ptr,
-    KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Store a part's first KEPT of ROWS rows. acc: [ROWS, DIM]; row_max, row_sum: [ROWS]; all float32."""
-    r = tl.arange(0, ROWS)
-    place = (part.to(tl.int64) * KV_HEADS + kv_head) * KEPT + r
-    kept = r < KEPT
-    tl.store(sums_ptr + place[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=kept[:, None])
-    tl.store(stats_ptr + place * 2, row_max, mask=kept)
-    tl.store(stats_ptr + place * 2 + 1, row_sum, mask=kept)
+def leave_part(acc, row_max, row_sum, places, kept, sums_ptr, stats_ptr, DIM: tl.constexpr):
+    """Store rows of a part. acc: [rows, DIM]; row_max, row_sum, and where and whether each row is stored: [rows]."""
+    places = places.to(tl.int64)
+    tl.store(sums_ptr + places[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=kept[:, None])
+    tl.store(stats_ptr + places * 2, row_max, mask=kept)
+    tl.store(stats_ptr + places * 2 + 1, row_sum, mask=kept)
 
 
 @triton.jit
@@ -60,24 +46,24 @@ def add_parts(
     DIM: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """([KEPT, DIM] sums, [KEPT] denominators) of all parts together, float32; AT_ONCE parts are in flight."""
-    n = tl.arange(0, AT_ONCE)
-    r = tl.arange(0, KEPT)
-    d = tl.arange(0, DIM)
+    """([KEPT, DIM] sums, [KEPT, 1] denominators) of all parts together, float32; AT_ONCE parts are in flight."""
+    n = tl.arange(0, AT_ONCE)[:, None, None]
+    r = tl.arange(0, KEPT)[None, :, None]
+    d = tl.arange(0, DIM)[None, None, :]
     total = tl.zeros([KEPT, DIM], tl.float32)
-    total_max = tl.full([KEPT], -1.0e30, tl.float32)
-    total_sum = tl.zeros([KEPT], tl.float32)
+    total_max = tl.full([KEPT, 1], -1.0e30, tl.float32)
+    total_sum = tl.zeros([KEPT, 1], tl.float32)
     for p in range(0, num_parts, AT_ONCE):
         there = p + n < num_parts
-        place = ((first_part + p + n).to(tl.int64) * KV_HEADS + kv_head)[:, None] * KEPT + r[None, :]
+        place = ((first_part + p + n).to(tl.int64) * KV_HEADS + kv_head) * KEPT + r
         # .cg: other SMs wrote these, so this SM's L1 may not answer.
-        part_max = tl.load(stats_ptr + place * 2, mask=there[:, None], other=-1.0e30, cache_modifier=".cg")
-        part_sum = tl.load(stats_ptr + place * 2 + 1, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        sums = tl.load(sums_ptr + place[:, :, None] * DIM + d[None, None, :], mask=there[:, None, None], other=0.0, cache_modifier=".cg")
+        sums = tl.load(sums_ptr + place * DIM + d, mask=there, other=0.0, cache_modifier=".cg")
+        part_max = tl.load(stats_ptr + place * 2, mask=there, other=-1.0e30, cache_modifier=".cg")
+        part_sum = tl.load(stats_ptr + place * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         new_max = tl.maximum(total_max, tl.max(part_max, 0))
         fade = tl.exp2(total_max - new_max)
-        weight = tl.exp2(part_max - new_max[None, :])
+        weight = tl.exp2(part_max - new_max[None, :, :])
         total_sum = total_sum * fade + tl.sum(weight * part_sum, 0)
-        total = total * fade[:, None] + tl.sum(weight[:, :, None] * sums, 0)
+        total = total * fade + tl.sum(weight * sums, 0)
         total_max = new_max
     return total, total_sum
