@@ -15,6 +15,7 @@ beyond the plan's are empty.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,8 @@ INVARIANT_SPLIT = 512
 """Batch-invariant plans cut every context at multiples of this many tokens, whatever else is in the batch."""
 
 _ALIGNMENT = 16
+_BLOCKS_PER_SM = 3
+"""Thread blocks that fit an SM at a time."""
 _MOST_BUNDLED = 256
 """Rows in bundles at most: each takes places for its parts."""
 _LEAST_SAVED = 0.1
@@ -53,6 +56,8 @@ class DecodeCapacity:
     """Places for partial results."""
     cuts: int
     """Shares that all rows' work is divided into; a row longer than its share is cut. 0: batch-invariant, cut at fixed places."""
+    at_once: int
+    """Items that start together; the others follow where one ends."""
     members: int = 0
     """Places in the list of members. 0: rows are never bundled."""
 
@@ -109,19 +114,24 @@ def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int, *, bundle: 
         bundle: rows in a bundle at most; 1 is a capacity without bundles.
     """
     cuts = max(1, 2 * sm_count // num_kv_heads)
+    at_once = max(max_rows, -(-_BLOCKS_PER_SM * sm_count // num_kv_heads))
     if bundle == 1 or max_rows == 1:
-        return DecodeCapacity(items=max_rows + cuts, parts=min(max_rows, cuts) + cuts, cuts=cuts)
+        return DecodeCapacity(items=max_rows + cuts, parts=min(max_rows, cuts) + cuts, cuts=cuts, at_once=at_once)
     bundled = min(max_rows, _MOST_BUNDLED)
     members = bundled + bundle * cuts
     return DecodeCapacity(
-        items=max_rows + bundled // 2 + cuts, parts=min(max_rows, bundled + cuts) + cuts + members, cuts=cuts, members=members
+        items=max_rows + bundled // 2 + cuts,
+        parts=min(max_rows, bundled + cuts) + cuts + members,
+        cuts=cuts,
+        at_once=at_once,
+        members=members,
     )
 
 
 def invariant_capacity(max_rows: int, max_total_tokens: int) -> DecodeCapacity:
     """Enough for any batch-invariant plan of up to `max_rows` rows that hold `max_total_tokens` tokens together."""
     items = max_rows + max_total_tokens // INVARIANT_SPLIT
-    return DecodeCapacity(items=items, parts=items, cuts=0)
+    return DecodeCapacity(items=items, parts=items, cuts=0, at_once=items)
 
 
 def bundle_rows(order: Int32, common: Int32, most: int, min_shared: int = 256) -> Bundles | None:
@@ -194,11 +204,16 @@ def plan_decode(
 
 @dataclass(frozen=True)
 class _Items:
-    """Columns of the items, in any order, and the members."""
+    """What a plan holds, its items in any order."""
 
-    columns: tuple[npt.NDArray[np.integer], ...]
+    columns: Int64
+    """[ITEM_FIELDS, items]"""
     num_parts: int
-    members: tuple[Int64, ...] = ()
+    members: Int64
+    """[MEMBER_FIELDS, members]"""
+
+
+_NO_MEMBERS = np.empty((MEMBER_FIELDS, 0), dtype=np.int64)
 
 
 def _share(total: int, capacity: DecodeCapacity, min_part: int) -> int:
@@ -232,15 +247,18 @@ def _cut(lens: Int64, capacity: DecodeCapacity, sliding_window: int | None, min_
         parts, size = _pieces(need, _share(int(need.sum()), capacity, min_part))
     if not len(need) or int(parts.max()) <= 1:
         row = np.flatnonzero(need)
-        whole = np.full(len(row), -1)
-        return _Items((row, begins[row], lens[row], lens[row], whole, whole, -whole, whole + 1), 0)
+        columns = np.zeros((ITEM_FIELDS, len(row)), dtype=np.int64)
+        columns[ROW], columns[LO], columns[HI], columns[CONTEXT] = row, begins[row], lens[row], lens[row]
+        columns[PART : FIRST_PART + 1], columns[NUM_PARTS] = -1, 1
+        return _Items(columns, 0, _NO_MEMBERS)
     row, index = _repeat(parts)
     num_parts = parts[row]
     lo = begins[row] + index * size[row]
     split = num_parts > 1
     part = np.where(split, np.cumsum(split) - 1, -1)
-    columns = (row, lo, np.minimum(lo + size[row], lens[row]), lens[row], part, np.where(split, part - index, -1), num_parts)
-    return _Items((*columns, np.zeros_like(row)), int(np.count_nonzero(split)))
+    columns = np.zeros((ITEM_FIELDS, len(row)), dtype=np.int64)
+    columns[:MEMBERS] = row, lo, np.minimum(lo + size[row], lens[row]), lens[row], part, np.where(split, part - index, -1), num_parts
+    return _Items(columns, int(np.count_nonzero(split)), _NO_MEMBERS)
 
 
 def _worth_it(bundles: Bundles, lens: Int64) -> Bundles | None:
@@ -277,29 +295,29 @@ def _cut_bundled(lens: Int64, bundles: Bundles, capacity: DecodeCapacity, min_pa
     first_part = np.cumsum(places) - places
 
     row, index = _repeat(own_parts)
+    bundle, piece = _repeat(common_parts)
+    columns = np.zeros((ITEM_FIELDS, len(row) + len(bundle)), dtype=np.int64)
+    mine, theirs = columns[:, : len(row)], columns[:, len(row) :]
     split = parts[row] > 1
     lo = begins[row] + index * own_size[row]
     hi = np.minimum(lo + own_size[row], lens[row])
     part = np.where(split, first_part[row] + before[row] + index, -1)
-    mine = (row, lo, hi, lens[row], part, np.where(split, first_part[row], -1), parts[row], np.zeros_like(row))
+    mine[:MEMBERS] = row, lo, hi, lens[row], part, np.where(split, first_part[row], -1), parts[row]
 
-    bundle, piece = _repeat(common_parts)
     item, place = _repeat(sizes[bundle])
     member = bundles.rows[firsts[bundle][item] + place]
-    list_begin = np.cumsum(sizes[bundle]) - sizes[bundle]
     leader = bundles.rows[firsts[bundle]]
-    common_lo = piece * common_size[bundle]
-    common_hi = np.minimum(common_lo + common_size[bundle], shared[bundle])
-    nothing = np.full(len(bundle), -1)
-    theirs = (leader, common_lo, common_hi, lens[leader], list_begin, nothing, nothing, sizes[bundle])
-    members = (member, first_part[member] + piece[item], first_part[member], parts[member])
-    return _Items(tuple(np.concatenate(pair) for pair in zip(mine, theirs, strict=True)), int(places.sum()), members)
+    lo = piece * common_size[bundle]
+    hi = np.minimum(lo + common_size[bundle], shared[bundle])
+    theirs[: PART + 1] = leader, lo, hi, lens[leader], np.cumsum(sizes[bundle]) - sizes[bundle]
+    theirs[MEMBERS] = sizes[bundle]
+    members = np.stack((member, first_part[member] + piece[item], first_part[member], parts[member]))
+    return _Items(columns, int(places.sum()), members)
 
 
 def _finish(found: _Items, capacity: DecodeCapacity, num_kv_heads: int, sm_count: int) -> DecodePlan:
     """Put the items in the order in which they are to start."""
-    num_items = len(found.columns[ROW])
-    num_members = len(found.members[MEMBER_ROW]) if found.members else 0
+    num_items, num_members = found.columns.shape[1], found.members.shape[1]
     if num_items > capacity.items or found.num_parts > capacity.parts or num_members > capacity.members:
         raise ValueError(
             f"A decode plan of {num_items} items, {found.num_parts} parts and {num_members} members does not fit a capacity of "
@@ -308,15 +326,13 @@ def _finish(found: _Items, capacity: DecodeCapacity, num_kv_heads: int, sm_count
     # 16-bit keys sort by radix; lengths that differ by less than the alignment may go in any order.
     length = np.minimum((found.columns[HI] - found.columns[LO]) // _ALIGNMENT, 0xFFFF)
     order = np.argsort((0xFFFF - length).astype(np.uint16), kind="stable")
-    order = order[_snake(num_items, num_kv_heads, sm_count)]
     plan = DecodePlan(np.zeros(capacity.size, dtype=np.int32), capacity, num_items, found.num_parts, num_members)
-    for column, values in enumerate(found.columns):
-        plan.items[:num_items, column] = values[order]
-    for column, values in enumerate(found.members):
-        plan.members[:num_members, column] = values
+    plan.items[:num_items] = found.columns.T[order[_snake(num_items, num_kv_heads, sm_count)]]
+    plan.members[:num_members] = found.members.T
     return plan
 
 
+@functools.lru_cache(maxsize=1024)
 def _snake(num_items: int, num_kv_heads: int, sm_count: int) -> Int64:
     """Every other round of one thread block an SM backwards: the SM with the longest item of one gets the shortest of the next."""
     index = np.arange(num_items)

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton.decode_plan import ITEM_FIELDS, DecodeCapacity, DecodePlan
-from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
+from octavo.ops.triton.split_softmax import add_parts_of_few_rows, arrived_last, leave_part
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -65,8 +65,7 @@ def decode_tuning(
     # Three stages are three thread blocks an SM. Where about that many whole rows make one wave, two blocks an SM with deeper
     # pipelines spread more evenly.
     stages = 4 if 19 * sm_count <= 10 * blocks <= 45 * sm_count else 3
-    combine = 8192 if blocks < sm_count and not batch_invariant else 4096
-    return DecodeTuning(tile=64, warps=4, stages=stages, combine=combine, overlap=overlap)
+    return DecodeTuning(tile=64, warps=4, stages=stages, overlap=overlap)
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,21 @@ class DecodeWorkspace:
         self.plan.copy_(torch.from_numpy(plan.numbers), non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def _decode_kernel(
+@triton.jit
+def _attend_item(
+    kv_head,
+    row,
+    lo,
+    hi,
+    context,
+    part,
+    first_part,
+    num_parts,
+    members,
     q_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
-    items_ptr,
     members_ptr,
     out_ptr,
     sums_ptr,
@@ -117,7 +124,6 @@ def _decode_kernel(
     q_stride,
     out_stride,
     block_stride,
-    head_stride,
     table_stride,
     scale,
     KV_HEADS: tl.constexpr,
@@ -136,19 +142,7 @@ def _decode_kernel(
     SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    # All fields in one round trip, and only then the question whether there is work.
-    fields = items_ptr + tl.program_id(1) * 8
-    row = tl.load(fields).to(tl.int64)
-    lo = tl.load(fields + 1)
-    hi = tl.load(fields + 2)
-    context = tl.load(fields + 3)
-    part = tl.load(fields + 4)
-    first_part = tl.load(fields + 5)
-    num_parts = tl.load(fields + 6)
-    members = tl.load(fields + 7)
-    if hi == 0:
-        return
+    """One item, and of each row whose parts are then complete, the output."""
     # Addresses are most of the instructions of this loop, so they are kept cheap: in lines of HEAD_DIM numbers, and the place in
     # the block does not change from tile to tile. Past the end the last block is read again.
     table = table_ptr + row * table_stride + lo // BLOCK
@@ -161,8 +155,6 @@ def _decode_kernel(
     # Block numbers are read one tile ahead: a tile's loads never wait for the table.
     block = tl.load(table + tl.minimum(at // BLOCK, last_block))
     lines_a_block = block_stride // HEAD_DIM
-    k_ptr += kv_head * head_stride
-    v_ptr += kv_head * head_stride
     r = tl.arange(0, ROWS)
     g = r % GROUP_PAD
     q_row = row + r * 0
@@ -181,8 +173,9 @@ def _decode_kernel(
     head_offset = (kv_head * GROUP + g) * HEAD_DIM
     q = tl.load(q_ptr + (q_row * q_stride + head_offset)[:, None] + d[None, :], mask=real, other=0.0)
     v_scale = 1.0
+    base2_scale = scale
     if SCALE_STRIDE >= 0:
-        scale *= tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
+        base2_scale = scale * tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
         v_scale = tl.load(v_scale_ptr + kv_head * SCALE_STRIDE)
         # float8 becomes float16 exactly and in one instruction; bf16 would take three.
         q = q.to(tl.float16)
@@ -203,7 +196,7 @@ def _decode_kernel(
             k = tl.load(k_ptr + offsets)
         else:
             k = tl.load(k_ptr + offsets, mask=in_head, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * base2_scale
         if SOFT_CAP > 0.0:
             # cap * tanh(x / cap), tanh(y) = 1 - 2 / (1 + e^2y); scores are in base 2 only after this.
             scores = (SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP)))) * 1.4426950408889634
@@ -241,13 +234,73 @@ def _decode_kernel(
                     first_part = tl.load(entry + 2)
                     num_parts = tl.load(entry + 3)
             if arrived_last(counters_ptr + first_part * KV_HEADS + kv_head, num_parts):
-                total, total_sum = add_parts(
+                result = add_parts_of_few_rows(
                     first_part, num_parts, kv_head, sums_ptr, stats_ptr, KV_HEADS, GROUP_PAD, DIM_PAD, PARTS_AT_ONCE
                 )
-                gp = tl.arange(0, GROUP_PAD)
-                out_offsets = row * out_stride + (kv_head * GROUP + gp)[:, None] * HEAD_DIM + d[None, :]
-                total = total * (v_scale / total_sum)
-                tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=(gp[:, None] < GROUP) & in_head)
+                e = tl.arange(0, GROUP_PAD * DIM_PAD)
+                out_offsets = row * out_stride + (kv_head * GROUP + e // DIM_PAD) * HEAD_DIM + e % DIM_PAD
+                stored = (e // DIM_PAD < GROUP) & (e % DIM_PAD < HEAD_DIM)
+                tl.store(out_ptr + out_offsets, (result * v_scale).to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_items"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    members_ptr,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    counters_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_stride,
+    out_stride,
+    block_stride,
+    head_stride,
+    table_stride,
+    num_items,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
+    SHARED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    k_ptr += kv_head * head_stride
+    v_ptr += kv_head * head_stride
+    # Not one thread block an item: empty ones would have to wait for a place on an SM like any other.
+    for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
+        # All fields in one round trip, and only then the question whether there is work.
+        fields = items_ptr + item * 8
+        row = tl.load(fields).to(tl.int64)
+        lo = tl.load(fields + 1)
+        hi = tl.load(fields + 2)
+        context = tl.load(fields + 3)
+        part = tl.load(fields + 4)
+        first_part = tl.load(fields + 5)
+        num_parts = tl.load(fields + 6)
+        members = tl.load(fields + 7)
+        if hi > 0:
+            _attend_item(
+                kv_head, row, lo, hi, context, part, first_part, num_parts, members,
+                q_ptr, k_ptr, v_ptr, table_ptr, members_ptr, out_ptr, sums_ptr, stats_ptr, counters_ptr, k_scale_ptr, v_scale_ptr, q_stride, out_stride, block_stride, table_stride, scale,
+                KV_HEADS, GROUP, GROUP_PAD, ROWS, HEAD_DIM, DIM_PAD, BLOCK, TILE, STAGES, WINDOW, SOFT_CAP, SCALE_STRIDE, PARTS_AT_ONCE, SHARED, OVERLAP,
+            )  # fmt: skip
 
 
 def paged_decode(
@@ -284,13 +337,14 @@ def paged_decode(
     group = num_heads // num_kv_heads
     group_pad, dim_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     has_scale = k_scale is not None and v_scale is not None
-    _decode_kernel[(num_kv_heads, workspace.capacity.items)](
+    capacity = workspace.capacity
+    _decode_kernel[(num_kv_heads, min(capacity.items, capacity.at_once))](
         q,
         key_cache,
         value_cache,
         block_tables,
         workspace.plan,
-        workspace.plan[workspace.capacity.items * ITEM_FIELDS :],
+        workspace.plan[capacity.items * ITEM_FIELDS :],
         out,
         workspace.sums,
         workspace.stats,
@@ -302,6 +356,7 @@ def paged_decode(
         key_cache.stride(0),
         key_cache.stride(1),
         block_tables.stride(0),
+        capacity.items,
         # A soft cap works on natural scores; without one the change to base 2 is folded into the scale.
         scale if soft_cap else scale * _LOG2_E,
         KV_HEADS=num_kv_heads,
@@ -317,7 +372,7 @@ def paged_decode(
         SOFT_CAP=soft_cap or 0.0,
         SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
         PARTS_AT_ONCE=max(1, min(32, tuning.combine // (group_pad * dim_pad))),
-        SHARED=workspace.capacity.members > 0,
+        SHARED=capacity.members > 0,
         OVERLAP=tuning.overlap,
         **({"launch_pdl": True} if tuning.overlap else {}),
         num_warps=tuning.warps,
