@@ -190,7 +190,7 @@ def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeTuning]:
         return [shipped]
     grid = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 2), (128, 4, 2), (32, 4, 3))
     variants = [replace(shipped, tile=tile, warps=warps, stages=stages) for tile, warps, stages in grid]
-    variants += [replace(shipped, combine=combine) for combine in (2048, 8192)]
+    variants += [replace(shipped, parts_at_once=parts) for parts in (2, 8)]
     return [shipped, *(v for v in variants if v != shipped)]
 
 

@@ -34,8 +34,8 @@ class DecodeTuning:
     """Tokens a loop iteration."""
     warps: int
     stages: int
-    combine: int = 4096
-    """Partial sums read at once where parts are combined: more hides latency, and takes registers from everyone."""
+    parts_at_once: int = 4
+    """Parts in flight where they are added up: more hides latency, and takes registers from everyone. Does not change bits."""
     overlap: bool = False
     """Start while the kernel before still runs and wait for it on the device (programmatic dependent launch, Hopper on). The
     plan and the block tables must be older than that kernel."""
@@ -371,7 +371,7 @@ def paged_decode(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
-        PARTS_AT_ONCE=max(1, min(32, tuning.combine // (group_pad * dim_pad))),
+        PARTS_AT_ONCE=tuning.parts_at_once,
         SHARED=capacity.members > 0,
         OVERLAP=tuning.overlap,
         **({"launch_pdl": True} if tuning.overlap else {}),
