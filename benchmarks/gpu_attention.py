@@ -4,17 +4,22 @@
     python benchmarks/gpu_attention.py --tune     every tuning in the grids below, best first
 
 Times are CUDA-graph replays over several layers' caches, so that the L2 cache does not answer and launches cost what they cost
-in serving. Prints a table and writes benchmarks/results/gpu_attention.json.
+in serving. Decode attention stands behind the launch that it follows in the engine (norm, rotation and cache write), because the two
+overlap: its time is that of both less that of a graph of the others alone. `alone` is the kernel behind itself. A prompt's attention
+is timed by itself and, where a case says so, between a layer's matmuls, which bring the card to its power limit and its clock down.
+Prints a table and writes benchmarks/results/gpu_attention.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -26,7 +31,7 @@ import numpy as np
 import torch
 import triton
 
-from octavo.ops.triton.decode_plan import decode_capacity, plan_decode
+from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, plan_decode
 from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
 from octavo.ops.triton.paged_prefill import (
@@ -39,6 +44,7 @@ from octavo.ops.triton.paged_prefill import (
     queries_per_key,
 )
 from octavo.ops.triton.prefill_plan import plan_prefill
+from octavo.ops.triton.rope_cache import rope_cache
 
 READ_BYTES_PER_S = 4.55e12
 """A read-only stream through a kernel on an H200."""
@@ -51,28 +57,62 @@ class DecodeCase:
     name: str
     rows: int
     context: int
-    spread: bool
     heads: int
-    kv_heads: int
+    kv_heads: int = 8
     head_dim: int = 128
+    spread: int = 0
+    """Contexts lie within so many tokens of `context`, evenly."""
     cache_dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    shared: int = 0
+    """Tokens that all rows have in common, in the same blocks."""
+    bundled: bool = False
+    """Read what is shared for several rows at once."""
 
     def contexts(self) -> np.ndarray:
         rng = random.Random(0)
-        low, high = self.context * 3 // 4, self.context * 5 // 4
-        return np.array([rng.randint(low, high) if self.spread else self.context for _ in range(self.rows)], dtype=np.int32)
+        return np.array([rng.randint(self.context - self.spread, self.context + self.spread) for _ in range(self.rows)], dtype=np.int32)
+
+    def bytes_read(self) -> int:
+        """Each cached number once."""
+        contexts = self.contexts()
+        tokens = int(np.minimum(contexts, self.window or contexts).sum()) - self.shared * (self.rows - 1)
+        return tokens * self.kv_heads * self.head_dim * 2 * self.cache_dtype.itemsize
+
+    def bundles(self) -> Bundles | None:
+        if not self.bundled:
+            return None
+        common = np.full(self.rows, self.shared, dtype=np.int32)
+        return bundle_rows(np.arange(self.rows, dtype=np.int32), common, bundle_limit(self.heads // self.kv_heads))
 
 
+SMALL, LARGE = 16, 32
+"""Query heads of the 0.6B and the 8B shape."""
+FLOAT8 = torch.float8_e4m3fn
 DECODE_CASES = (
-    DecodeCase("8B 256x843", 256, 843, True, 32, 8),
-    DecodeCase("0.6B 256x843", 256, 843, True, 16, 8),
-    DecodeCase("8B 32x4096", 32, 4096, False, 32, 8),
-    DecodeCase("8B 128x843", 128, 843, True, 32, 8),
-    DecodeCase("8B 64x843", 64, 843, True, 32, 8),
-    DecodeCase("8B 1x8192", 1, 8192, False, 32, 8),
-    DecodeCase("8B 1x1024", 1, 1024, False, 32, 8),
-    DecodeCase("8B fp8 256x843", 256, 843, True, 32, 8, cache_dtype=torch.float8_e4m3fn),
-    DecodeCase("8B fp8 32x4096", 32, 4096, False, 32, 8, cache_dtype=torch.float8_e4m3fn),
+    DecodeCase("8B 256x843", 256, 843, LARGE, spread=211),
+    DecodeCase("0.6B 256x843", 256, 843, SMALL, spread=211),
+    DecodeCase("8B 32x4096", 32, 4096, LARGE),
+    DecodeCase("8B 64x843", 64, 843, LARGE, spread=211),
+    DecodeCase("8B 1x8192", 1, 8192, LARGE),
+    DecodeCase("8B 1x1024", 1, 1024, LARGE),
+    # From the first third to the tail of a run in which requests of different lengths end one by one.
+    *(
+        DecodeCase(f"0.6B {n}x{c}", n, c, SMALL, spread=450)
+        for n, c in ((128, 1200), (96, 1300), (48, 1450), (24, 1500), (12, 1600), (6, 1700))
+    ),
+    *(DecodeCase(f"8B {n}x{c}", n, c, LARGE, spread=450) for n, c in ((384, 1000), (192, 1300), (96, 1400), (48, 1500), (24, 1600))),
+    DecodeCase("8B 64x(2048+200)", 64, 2248, LARGE, spread=50, shared=2048),
+    DecodeCase("8B 64x(2048+200) bundled", 64, 2248, LARGE, spread=50, shared=2048, bundled=True),
+    DecodeCase("0.6B 128x(512+400)", 128, 912, SMALL, spread=200, shared=512),
+    DecodeCase("0.6B 128x(512+400) bundled", 128, 912, SMALL, spread=200, shared=512, bundled=True),
+    DecodeCase("8B 32x4096 window 1024", 32, 4096, LARGE, spread=450, window=1024),
+    DecodeCase("64x1500 dim 64", 64, 1500, LARGE, head_dim=64, spread=450),
+    DecodeCase("64x1500 dim 80", 64, 1500, LARGE, head_dim=80, spread=450),
+    DecodeCase("64x1500 dim 96", 64, 1500, LARGE, head_dim=96, spread=450),
+    DecodeCase("64x1500 dim 256", 64, 1500, 16, kv_heads=4, head_dim=256, spread=450),
+    DecodeCase("8B fp8 256x843", 256, 843, LARGE, spread=211, cache_dtype=FLOAT8),
+    DecodeCase("8B fp8 32x4096", 32, 4096, LARGE, cache_dtype=FLOAT8),
 )
 
 
@@ -96,21 +136,40 @@ def graph_us(layers: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
+def hot_us(call: Callable[[], object], tokens: int) -> float:
+    """Median microseconds of one call between matmuls of an 8B layer, once they have run long enough to reach the power limit."""
+    x, up, down = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, 4096), (4096, 28672), (14336, 4096)))
+    events: list[list[torch.cuda.Event]] = []
+    for _ in range(60):
+        wide = x @ up
+        torch.matmul(wide[:, :14336], down)
+        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
+        events[-1][0].record()
+        call()
+        events[-1][1].record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in events[30:])
+
+
 def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype)
 
 
-def tables(contexts: np.ndarray) -> tuple[torch.Tensor, int]:
+def tables(contexts: np.ndarray, shared: int = 0) -> tuple[torch.Tensor, int]:
+    """(block tables, blocks in the cache); the first `shared` tokens of all rows are in the blocks of the first."""
     needed = [-(-int(n) // BLOCK) for n in contexts]
     order = torch.randperm(sum(needed)).int() + 1
-    table, used = torch.zeros(len(needed), max(needed), dtype=torch.int32), 0
+    table, used = torch.zeros(len(needed), -(-max(needed) // 4) * 4, dtype=torch.int32), 0
     for row, n in enumerate(needed):
         table[row, :n] = order[used : used + n]
         used += n
+    table[:, : shared // BLOCK] = table[0, : shared // BLOCK]
     return table.to(DEVICE), used + 1
 
 
-def reference_row(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, start: int, count: int) -> torch.Tensor:
+def reference_row(
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, start: int, count: int, window: int | None = None
+) -> torch.Tensor:
     """[count, heads, head_dim] float32 of one row; q [count, heads, head_dim]."""
     context = start + count
     blocks = table[: -(-context // BLOCK)].long()
@@ -119,6 +178,8 @@ def reference_row(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = torch.einsum("thd,hsd->hts", q.float(), k) * q.shape[2] ** -0.5
     hidden = torch.arange(context, device=DEVICE) > torch.arange(start, context, device=DEVICE)[:, None]
+    if window is not None:
+        hidden |= torch.arange(context, device=DEVICE) <= torch.arange(start, context, device=DEVICE)[:, None] - window
     return torch.einsum("hts,hsd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
@@ -127,50 +188,75 @@ def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeTuning]:
     shipped = decode_tuning(case.head_dim, case.cache_dtype.itemsize, case.rows, case.kv_heads, sms, overlap=True)
     if not tune:
         return [shipped]
-    grid = ((64, 4, 2), (64, 4, 3), (64, 2, 2), (32, 4, 4), (128, 4, 2))
-    return [replace(shipped, tile=tile, warps=warps, stages=stages) for tile, warps, stages in grid] + [replace(shipped, overlap=False)]
+    grid = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 2), (128, 4, 2), (32, 4, 3))
+    variants = [replace(shipped, tile=tile, warps=warps, stages=stages) for tile, warps, stages in grid]
+    variants += [replace(shipped, parts_at_once=parts) for parts in (2, 8)]
+    return [shipped, *(v for v in variants if v != shipped)]
 
 
 def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
     contexts = case.contexts()
-    table, num_blocks = tables(contexts)
-    size = int(contexts.sum()) * case.kv_heads * case.head_dim * 2 * case.cache_dtype.itemsize
-    layers = max(2, min(24, int(6e8 / size) + 1))
+    table, num_blocks = tables(contexts, case.shared)
+    size = case.bytes_read()
+    layers = max(2, min(20, int(4e8 / size) + 2))
     shape = (num_blocks, case.kv_heads, BLOCK, case.head_dim)
     caches = [(random_cache(shape, case.cache_dtype), random_cache(shape, case.cache_dtype)) for _ in range(layers)]
     q = torch.randn(case.rows, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
-    checked = [0, case.rows // 2, case.rows - 1]
-    expected = torch.cat([reference_row(q[r : r + 1], *caches[0], table[r], int(contexts[r]) - 1, 1) for r in checked])
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    qkv = torch.randn(case.rows, (case.heads + 2 * case.kv_heads) * case.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    positions = torch.from_numpy(contexts - 1).to(DEVICE).long()
+    slots = table.gather(1, positions[:, None] // BLOCK)[:, 0].long() * BLOCK + positions % BLOCK
+    # Turned by 45 degrees again and again: what stays in place must not grow.
+    cos_sin = torch.full((int(contexts.max()), case.head_dim), 0.5**0.5, device=DEVICE)
     scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
+
+    def before(layer: int) -> None:
+        rope_cache(qkv, positions, cos_sin, slots, *caches[layer], case.heads, k_scale=scales, v_scale=scales)
+
+    before_us = graph_us([functools.partial(before, layer) for layer in range(layers)])
+    checked = [0, case.rows // 2, case.rows - 1]
+    expected = [reference_row(q[r : r + 1], *caches[0], table[r], int(contexts[r]) - 1, 1, case.window) for r in checked]
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
     results: list[dict[str, object]] = []
-    capacity = decode_capacity(case.rows, case.kv_heads, sms)
+    bundle = bundle_limit(case.heads // case.kv_heads) if case.window is None else 1
+    capacity = decode_capacity(case.rows, case.kv_heads, sms, bundle=bundle)
+    bundles = case.bundles()
+    plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles)
+    begin = time.perf_counter()
+    plan = plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles)
+    plan_us = (time.perf_counter() - begin) * 1e6
+    workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
+    workspace.load(plan)
     for tuning in decode_variants(case, tune):
-        plan_decode(contexts, case.kv_heads, sms, capacity)
-        begin = time.perf_counter()
-        plan = plan_decode(contexts, case.kv_heads, sms, capacity)
-        plan_us = (time.perf_counter() - begin) * 1e6
-        workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
-        workspace.load(plan)
         out = torch.full_like(q, float("nan"))
 
-        def call(layer: int, workspace: DecodeWorkspace = workspace, out: torch.Tensor = out, tuning: DecodeTuning = tuning) -> None:
-            key, value = caches[layer]
-            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "tuning": tuning}
-            paged_decode(q, key, value, table, workspace, out, **options)
+        def call(layer: int, out: torch.Tensor = out, tuning: DecodeTuning = tuning) -> None:
+            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "sliding_window": case.window}
+            paged_decode(q, *caches[layer], table, workspace, out, tuning=tuning, **options)
 
-        call(0)
-        error = float((out[checked].float() - expected).norm() / expected.norm())
-        us = graph_us([lambda layer=layer, call=call: call(layer) for layer in range(layers)])  # type: ignore[misc]
+        def both(layer: int, call: Callable[[int], None] = call) -> None:
+            before(layer)
+            call(layer)
+
+        try:
+            call(0)
+        except triton.runtime.errors.OutOfResources as refusal:
+            print(f"{case.name} {tuning}: {refusal}", file=sys.stderr)
+            continue
+        error = float((out[checked].float() - torch.cat(expected)).norm() / torch.cat(expected).norm())
+        us = graph_us([functools.partial(both, layer) for layer in range(layers)]) - before_us
+        alone = graph_us([functools.partial(call, layer) for layer in range(layers)])
         floor = size / READ_BYTES_PER_S * 1e6
         results.append(
             {
                 "case": case.name,
                 "us": round(us, 2),
+                "alone_us": round(alone, 2),
                 "floor_us": round(floor, 2),
                 "of_floor": round(floor / us, 4),
                 "error": error if np.isfinite(error) else None,
                 "plan_us": round(plan_us),
+                "items": plan.num_items,
+                "parts": plan.num_parts,
                 "tuning": vars(tuning),
             }
         )
@@ -185,6 +271,8 @@ class PrefillCase:
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    hot: bool = False
+    """Timed between a layer's matmuls."""
 
     def flops(self) -> float:
         pairs = sum(count * start + count * (count + 1) / 2 for start, count in zip(self.starts, self.counts, strict=True))
@@ -193,11 +281,14 @@ class PrefillCase:
 
 PREFILL_CASES = (
     PrefillCase("8k from 0", (0,), (8192,)),
+    PrefillCase("8k from 0, hot", (0,), (8192,), hot=True),
     PrefillCase("8k behind 24k", (24576,), (8192,)),
     PrefillCase("2k from 0", (0,), (2048,)),
     PrefillCase("14 x 560", (0,) * 14, (560,) * 14),
     PrefillCase("0.6B 14 x 560", (0,) * 14, (560,) * 14, heads=16),
     PrefillCase("64 behind 16k", (16384,), (64,)),
+    PrefillCase("4k from 0, dim 64", (0,), (4096,), head_dim=64),
+    PrefillCase("4k from 0, dim 256", (0,), (4096,), heads=16, kv_heads=4, head_dim=256),
 )
 
 
@@ -256,7 +347,7 @@ def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
             print(f"{case.name} {tuning}: {refusal}", file=sys.stderr)
             continue
         error = float((out[skipped : case.counts[0]].float() - expected).norm() / expected.norm())
-        us = graph_us([lambda: call(0), lambda: call(1)], repeats=5)
+        us = hot_us(functools.partial(call, 0), len(q)) if case.hot else graph_us([lambda: call(0), lambda: call(1)], repeats=5)
         results.append(
             {
                 "case": case.name,
@@ -275,9 +366,14 @@ def compile_decode(case: DecodeCase, tuning: DecodeTuning) -> None:
     table, num_blocks = tables(np.array([32], dtype=np.int32))
     key, value = (random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), case.cache_dtype) for _ in range(2))
     q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
-    workspace = DecodeWorkspace.allocate(decode_capacity(1, case.kv_heads, 16), case.heads, case.kv_heads, case.head_dim, DEVICE)
+    bundle = bundle_limit(case.heads // case.kv_heads) if case.window is None else 1
+    workspace = DecodeWorkspace.allocate(
+        decode_capacity(min(2, case.rows), case.kv_heads, 16, bundle=bundle), case.heads, case.kv_heads, case.head_dim, DEVICE
+    )
     scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
-    paged_decode(q, key, value, table, workspace, torch.empty_like(q), scale=1.0, k_scale=scales, v_scale=scales, tuning=tuning)
+    options = {"scale": 1.0, "k_scale": scales, "v_scale": scales, "sliding_window": case.window}
+    with contextlib.suppress(triton.runtime.errors.OutOfResources):
+        paged_decode(q, key, value, table, workspace, torch.empty_like(q), tuning=tuning, **options)
 
 
 def compile_prefill(case: PrefillCase, tuning: PrefillTuning, gathers: bool) -> None:
@@ -310,13 +406,16 @@ def compile_all(tune: bool, only: str) -> None:
     """Compile in parallel what the cases will launch."""
     jobs: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {}
     for case in DECODE_CASES:
-        if only in f"decode {case.name}":
+        if re.search(only, f"decode {case.name}"):
             for decode in decode_variants(case, tune):
-                jobs[f"d {case.heads // case.kv_heads} {case.cache_dtype} {decode}"] = (compile_decode, (case, decode))
+                jobs[f"d {case.heads} {case.head_dim} {case.cache_dtype} {case.window} {case.rows == 1} {decode}"] = (
+                    compile_decode,
+                    (case, decode),
+                )
     for prefill in PREFILL_CASES:
-        if only in f"prefill {prefill.name}":
+        if re.search(only, f"prefill {prefill.name}"):
             for tuning, gathers in prefill_variants(prefill, tune):
-                jobs[f"p {prefill.heads // prefill.kv_heads} {tuning} {gathers}"] = (compile_prefill, (prefill, tuning, gathers))
+                jobs[f"p {prefill.heads} {prefill.head_dim} {tuning} {gathers}"] = (compile_prefill, (prefill, tuning, gathers))
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), max(1, (os.cpu_count() or 2) - 1))) as pool:
         for job in [pool.apply_async(call, arguments) for call, arguments in jobs.values()]:
             job.get()
@@ -325,7 +424,7 @@ def compile_all(tune: bool, only: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time every tuning in the grids")
-    parser.add_argument("--only", default="", help="cases whose kind and name contain this, such as 'decode 8B'")
+    parser.add_argument("--only", default="", help="cases in whose kind and name this pattern is found, such as 'decode 8B'")
     parser.add_argument("--top", type=int, default=5, help="results printed a case")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_attention.json"))
     args = parser.parse_args()
@@ -335,21 +434,22 @@ def main() -> None:
     compile_all(args.tune, args.only)
     results: list[dict[str, object]] = []
     for case in DECODE_CASES:
-        if args.only in f"decode {case.name}":
+        if re.search(args.only, f"decode {case.name}"):
             found = bench_decode(case, args.tune)
             results += found
             for result in found[: args.top]:
                 print(
-                    f"decode {case.name:16} {result['us']:8} us, floor {result['floor_us']:7}, {100 * float(result['of_floor']):5.1f}% "  # type: ignore[arg-type]
-                    f"err {result['error']:.1e} plan {result['plan_us']} us {list(result['tuning'].values())}"  # type: ignore[attr-defined]
+                    f"decode {case.name:27} {result['us']:8} us (alone {result['alone_us']:7}), floor {result['floor_us']:7}, "
+                    f"{100 * float(result['of_floor']):5.1f}% err {result['error'] or float('nan'):.1e} plan {result['plan_us']} us "  # type: ignore[arg-type]
+                    f"{result['items']} items {result['parts']} parts {list(result['tuning'].values())}"  # type: ignore[attr-defined]
                 )
     for prefill in PREFILL_CASES:
-        if args.only in f"prefill {prefill.name}":
+        if re.search(args.only, f"prefill {prefill.name}"):
             found = bench_prefill(prefill, args.tune)
             results += found
             for result in found[: args.top]:
                 print(
-                    f"prefill {prefill.name:14} {result['us']:8} us {result['tflops']:6} TFLOP/s err {result['error']} "
+                    f"prefill {prefill.name:18} {result['us']:8} us {result['tflops']:6} TFLOP/s err {result['error']} "
                     f"plan {result['plan_us']} us {list(result['tuning'].values())}"  # type: ignore[attr-defined]
                 )
     args.out.parent.mkdir(parents=True, exist_ok=True)

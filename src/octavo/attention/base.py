@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """Which rows begin with the same blocks. Rows that share nothing are listed too."""
+
+    order: Int32
+    """[rows] the rows, sorted so that those with the most in common are neighbours."""
+    common: Int32
+    """[rows] tokens whose blocks each row of `order` has in common with the one before it."""
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One step's rows. Device tensors end in what they are indexed by; `cpu_*` are the numpy originals for planning.
 
@@ -43,6 +53,8 @@ class StepBatch:
     """[rows] int32: start + count."""
     cpu_wanted: Int32 | None = None
     """[wanted] ascending rows whose last token is all that is needed of the last layer; None: every token of every row."""
+    shared: SharedPrefixes | None = None
+    """Of the decodes, where some of them begin with the same blocks."""
 
 
 class Attend(Protocol):
@@ -113,12 +125,13 @@ class GraphAttention(AttentionBackend, Protocol):
     def graph_plan_size(self, shape: GraphShape) -> int:
         """How many int32 numbers a plan takes."""
 
-    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32, shared: SharedPrefixes | None = None) -> None:
         """Plan a step on the host.
 
         Args:
             start, count: [rows], at most what `shape` has room for; rows of one token first.
             out: [at least graph_plan_size(shape)], overwritten. All zeros is a plan too, for a step of no rows.
+            shared: which of the rows of one token begin with the same blocks.
         """
 
     def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:

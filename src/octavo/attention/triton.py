@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, StepBatch
+from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, SharedPrefixes, StepBatch
 from octavo.attention.paged_cache import FLOAT8, PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
-from octavo.ops.triton.decode_plan import ITEM_FIELDS, decode_capacity, plan_decode
+from octavo.ops.triton.decode_plan import Bundles, DecodeCapacity, DecodePlan, bundle_limit, bundle_rows, decode_capacity, plan_decode
 from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.launch import overlap_supported
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
@@ -63,7 +63,7 @@ class Geometry:
 @dataclass(frozen=True)
 class DecodeWork:
     workspace: DecodeWorkspace
-    """Its items are the plan."""
+    """Holds the plan."""
     tuning: DecodeTuning
 
 
@@ -130,6 +130,8 @@ class TritonAttention:
         self._gathered = {
             shape: GatheredCache.allocate(shape[0], limit, shape[1], model_dtype or dtype, device) for shape in shapes if self._overlap
         }
+        self._bundles: dict[int, tuple[SharedPrefixes, Bundles | None]] = {}
+        """By rows a bundle: the last, which stay the same from step to step while no request comes or goes."""
         self._decode_parts = {g: self._decode_workspace(g) for g in dict.fromkeys(self._geometries)}
         self._chunk_parts = {
             g: PrefillWorkspace.allocate(g.num_kv_heads, g.head_dim, self._sms, device) for g in dict.fromkeys(self._geometries)
@@ -157,16 +159,15 @@ class TritonAttention:
         if (wanted := batch.cpu_wanted) is not None and len(wanted):
             # Each is one query over its whole context, whether it ends a chunk or not: a decode.
             g = self._geometries[-1]
-            capacity = decode_capacity(len(wanted), g.num_kv_heads, self._sms)
             contexts = (batch.cpu_start + batch.cpu_count)[wanted]
-            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
-            arrays += [plan.items, wanted]
+            plan = self._decode_plan(g, contexts, len(wanted), None)
+            arrays += [plan.numbers, wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
         tables, decodes, selected = batch.block_tables, batch.num_decodes, None
         if wanted is not None:
-            items, rows = on_device[planned:] or (None, None)
-            last = None if items is None else self._decode_work(self._geometries[-1], len(wanted), items)
+            numbers, rows = on_device[planned:] or (None, None)
+            last = None if numbers is None else self._decode_work(self._geometries[-1], len(wanted), numbers)
             its_tables = tables if rows is None or len(wanted) == len(batch.cpu_count) else tables.index_select(0, rows)
             selected = SelectedWork(LayerWork(last, None), its_tables)
         return TritonAttend(self, [work[g] for g in self._geometries], tables, tables[decodes:], batch.cache_slots, decodes, selected)
@@ -175,9 +176,8 @@ class TritonAttention:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
         decodes, first = batch.num_decodes, len(arrays)
         if decodes:
-            capacity = decode_capacity(decodes, g.num_kv_heads, self._sms)
-            plan = plan_decode(batch.cpu_start[:decodes] + 1, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
-            arrays.append(plan.items)
+            plan = self._decode_plan(g, batch.cpu_start[:decodes] + 1, decodes, batch.shared)
+            arrays.append(plan.numbers)
         tuning, gather = None, False
         if decodes < len(batch.cpu_count):
             start, count = batch.cpu_start[decodes:], batch.cpu_count[decodes:]
@@ -203,16 +203,31 @@ class TritonAttention:
             return LayerWork(decode_work, ChunkWork(items, tuning, None, None, None))
         return LayerWork(decode_work, ChunkWork(items, tuning, next(mine), next(mine), self._gathered[g.num_kv_heads, g.head_dim]))
 
-    def _decode_work(self, g: Geometry, rows: int, items: torch.Tensor) -> DecodeWork:
+    def _capacity(self, g: Geometry, rows: int) -> DecodeCapacity:
+        bundle = bundle_limit(g.group) if g.sliding_window is None else 1
+        return decode_capacity(rows, g.num_kv_heads, self._sms, bundle=bundle)
+
+    def _decode_plan(self, g: Geometry, context_lens: Int32, rows: int, shared: SharedPrefixes | None) -> DecodePlan:
+        bundles = None if shared is None or g.sliding_window is not None else self._bundled(shared, bundle_limit(g.group))
+        capacity = self._capacity(g, rows)
+        return plan_decode(context_lens, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window, bundles=bundles)
+
+    def _bundled(self, shared: SharedPrefixes, most: int) -> Bundles | None:
+        known = self._bundles.get(most)
+        if known is None or known[0] is not shared:
+            known = self._bundles[most] = shared, bundle_rows(shared.order, shared.common, most) if most > 1 else None
+        return known[1]
+
+    def _decode_work(self, g: Geometry, rows: int, plan: torch.Tensor) -> DecodeWork:
         parts = self._decode_parts[g]
-        capacity = decode_capacity(rows, g.num_kv_heads, self._sms)
-        workspace = DecodeWorkspace(items, parts.sums, parts.stats, parts.counters, capacity)
+        capacity = self._capacity(g, rows)
+        workspace = DecodeWorkspace(plan, parts.sums, parts.stats, parts.counters, capacity)
         tuning = decode_tuning(g.head_dim, self._dtype.itemsize, rows, g.num_kv_heads, self._sms, overlap=self._overlap)
         return DecodeWork(workspace, tuning)
 
     def _decode_workspace(self, g: Geometry) -> DecodeWorkspace:
         """Room for the parts of any plan: their number depends on the number of rows, but not beyond this."""
-        most = max((decode_capacity(rows, g.num_kv_heads, self._sms) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
+        most = max((self._capacity(g, rows) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
         return DecodeWorkspace.allocate(most, g.num_heads, g.num_kv_heads, g.head_dim, self._device)
 
     # Graphs
@@ -221,33 +236,30 @@ class TritonAttention:
         """One for all steps of a shape. They are too short for gathering pages to pay, or for the largest tiles."""
         return prefill_tuning(g.head_dim, g.group, shape.tokens, 0.0, gathered=False)
 
-    def _graph_items(self, g: Geometry, shape: GraphShape) -> tuple[int, int]:
-        """Items for decodes and for chunks."""
-        decodes = decode_capacity(shape.rows, g.num_kv_heads, self._sms).items
+    def _graph_sizes(self, g: Geometry, shape: GraphShape) -> tuple[int, int]:
+        """Numbers in the plans of decodes and of chunks."""
+        decodes = self._capacity(g, shape.rows).size
         if not shape.chunks:
             return decodes, 0
         per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
-        return decodes, shape.tokens // per_tile + shape.chunks + max_prefill_parts(g.num_kv_heads, self._sms)
+        return decodes, (shape.tokens // per_tile + shape.chunks + max_prefill_parts(g.num_kv_heads, self._sms)) * CHUNK_FIELDS
 
     def graph_plan_size(self, shape: GraphShape) -> int:
-        sizes = [self._graph_items(g, shape) for g in dict.fromkeys(self._geometries)]
-        return sum(decodes * ITEM_FIELDS + chunks * CHUNK_FIELDS for decodes, chunks in sizes)
+        return sum(sum(self._graph_sizes(g, shape)) for g in dict.fromkeys(self._geometries))
 
-    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32, shared: SharedPrefixes | None = None) -> None:
         place = 0
         num_decodes = int(np.count_nonzero(count == 1)) if shape.chunks else len(start)
         contexts = start[:num_decodes] + 1
         for g in dict.fromkeys(self._geometries):
-            decodes, chunks = self._graph_items(g, shape)
-            capacity = decode_capacity(shape.rows, g.num_kv_heads, self._sms)
-            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
-            out[place : place + plan.items.size] = plan.items.reshape(-1)
-            place += decodes * ITEM_FIELDS
+            decodes, chunks = self._graph_sizes(g, shape)
+            out[place : place + decodes] = self._decode_plan(g, contexts, shape.rows, shared).numbers
+            place += decodes
             if chunks:
                 items = self._graph_chunks(g, start, count, num_decodes, shape).reshape(-1)
                 out[place : place + len(items)] = items
-                out[place + len(items) : place + chunks * CHUNK_FIELDS] = 0
-                place += chunks * CHUNK_FIELDS
+                out[place + len(items) : place + chunks] = 0
+                place += chunks
 
     def _graph_chunks(self, g: Geometry, start: Int32, count: Int32, num_decodes: int, shape: GraphShape) -> Int32:
         """[items, CHUNK_FIELDS] of the rows after the decodes, numbered as in the whole step."""
@@ -260,15 +272,15 @@ class TritonAttention:
     def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
-            decodes, chunks = self._graph_items(g, shape)
-            items = plan[place : place + decodes * ITEM_FIELDS].view(-1, ITEM_FIELDS)
-            place += decodes * ITEM_FIELDS
+            decodes, chunks = self._graph_sizes(g, shape)
+            decode_work = self._decode_work(g, shape.rows, plan[place : place + decodes])
+            place += decodes
             chunk_work = None
             if chunks:
-                chunk_items = plan[place : place + chunks * CHUNK_FIELDS].view(-1, CHUNK_FIELDS)
+                chunk_items = plan[place : place + chunks].view(-1, CHUNK_FIELDS)
                 chunk_work = ChunkWork(chunk_items, self._chunk_tuning(g, shape), None, None, None)
-                place += chunks * CHUNK_FIELDS
-            work[g] = LayerWork(self._decode_work(g, shape.rows, items), chunk_work)
+                place += chunks
+            work[g] = LayerWork(decode_work, chunk_work)
         return TritonAttend(self, [work[g] for g in self._geometries], block_tables, block_tables, cache_slots, shape.rows)
 
     # One layer

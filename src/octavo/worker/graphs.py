@@ -256,7 +256,8 @@ class StepGraphs:
         columns.keys[: 2 * len(slots)] = keys.astype(np.uint32).view(np.int32).reshape(-1)
         if diffs:
             columns.diffs.reshape(3, -1)[:, :diffs] = plan.table_slots, plan.table_index, plan.table_blocks
-        self._attention.graph_plan(plan.start, plan.count, shape, columns.plan)
+        decodes = plan.slots[plan.count == 1] if shape.chunks else plan.slots
+        self._attention.graph_plan(plan.start, plan.count, shape, columns.plan, self._tables.leading.shared(decodes))
         columns.header[::4] = rows, plan.num_tokens, len(slots), diffs
 
 

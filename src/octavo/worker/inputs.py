@@ -44,5 +44,6 @@ def gather_inputs(plan: StepPlan, tables: SlotTables, wanted: Int32 | None = Non
         block_tables=block_tables,
         cache_slots=blocks * tables.block_size + positions % tables.block_size,
         context_lens=start + counts,
+        shared=tables.leading.shared(plan.slots[:num_decodes]),
         cpu_wanted=wanted,
     )

@@ -152,6 +152,7 @@ class Runner:
     def _seat(self, plan: StepPlan) -> None:
         self._state.leave(plan.free_slots)
         self._state.enter(plan.init)
+        self._tables.leading.update(plan)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.copy_src):

@@ -14,6 +14,7 @@ import torch
 
 from octavo.ops.transfer import upload, upload_many
 from octavo.protocol.step import Int32, StepPlan
+from octavo.worker.leading_blocks import LeadingBlocks
 
 SLACK_TOKENS = 16
 """Places past max_model_len: steps in flight may sample a token more than a request ends up keeping."""
@@ -40,6 +41,7 @@ class SlotTables:
         """[slots, max_model_len + slack]"""
         self.blocks = torch.zeros(num_slots, _table_width(width, block_size), dtype=torch.int32, device=device)
         """[slots, max_blocks]; the null block 0 past the request's own."""
+        self.leading = LeadingBlocks(num_slots, block_size)
 
     @staticmethod
     def bytes_needed(num_slots: int, max_model_len: int, block_size: int) -> int:

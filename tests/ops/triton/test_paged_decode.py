@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.triton.decode_plan import decode_capacity, invariant_capacity, plan_decode
+from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, invariant_capacity, plan_decode
 from octavo.ops.triton.paged_decode import DecodeWorkspace, decode_tuning, paged_decode
 
 from .paged import PagedCase, attention_reference, paged_case, relative_error
@@ -25,13 +25,17 @@ def run(
     invariant: bool = False,
     max_rows: int | None = None,
     launches: int = 1,
+    bundles: Bundles | None = None,
 ) -> torch.Tensor:
     rows, heads, head_dim = case.q.shape
     kv_heads = case.key_cache.shape[1]
     contexts = np.array(case.starts, dtype=np.int32) + 1
     max_rows = max_rows or rows
     capacity = invariant_capacity(max_rows, int(contexts.sum())) if invariant else decode_capacity(max_rows, kv_heads, SMS)
-    plan = plan_decode(contexts, kv_heads, SMS, capacity, sliding_window=window, min_part=32)
+    if bundles is not None:
+        capacity = decode_capacity(max_rows, kv_heads, SMS, bundle=bundle_limit(heads // kv_heads))
+    plan = plan_decode(contexts, kv_heads, SMS, capacity, sliding_window=window, bundles=bundles, min_part=32)
+    assert bool(plan.num_members) == (bundles is not None)
     workspace = DecodeWorkspace.allocate(plan.capacity, heads, kv_heads, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
@@ -127,6 +131,65 @@ def test_batch_invariant_rows_keep_their_bits(device: torch.device) -> None:
             case.values[row : row + 1],
         )
         assert torch.equal(run(alone, invariant=True, max_rows=1 + 40 * row)[0], together[row])
+
+
+def test_whatever_the_block_size(device: torch.device) -> None:
+    for block in (4, 32, 128):
+        case = decode_case([1, 50, 300], 4, 2, 64, device, block=block)
+        assert relative_error(run(case), attention_reference(case, scale=0.125)) < 8e-3, block
+
+
+def shared_case(
+    families: list[tuple[int, list[int]]], heads: int, kv_heads: int, head_dim: int, device: torch.device, **options: object
+) -> tuple[PagedCase, Bundles]:
+    """Rows of which the first `shared` tokens of each family lie in the same blocks; the others' own blocks for them are NaN."""
+    contexts = [shared + own for shared, owns in families for own in owns]
+    case = decode_case(contexts, heads, kv_heads, head_dim, device, **options)
+    block, common, row = case.key_cache.shape[2], list[int](), 0
+    for shared, owns in families:
+        leader = row
+        for _ in owns:
+            common.append(0 if row == leader else shared)
+            if row != leader:
+                own = case.block_tables[row, : shared // block].long()
+                case.key_cache[own], case.value_cache[own] = float("nan"), float("nan")
+                case.block_tables[row, : shared // block] = case.block_tables[leader, : shared // block]
+                case.keys[row][:, :shared] = case.keys[leader][:, :shared]
+                case.values[row][:, :shared] = case.values[leader][:, :shared]
+            row += 1
+    order = np.arange(len(contexts), dtype=np.int32)
+    bundles = bundle_rows(order, np.array(common, dtype=np.int32), bundle_limit(heads // kv_heads), min_shared=32)
+    assert bundles is not None
+    return case, bundles
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (2, 2, 64), (3, 1, 80), (8, 1, 128)])
+def test_rows_with_a_common_beginning(heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+    families = [(96, [10, 40, 1, 33, 100]), (0, [70]), (192, [5, 17])]
+    case, bundles = shared_case(families, heads, kv_heads, head_dim, device)
+    out = run(case, bundles=bundles, launches=2)
+    assert relative_error(out, attention_reference(case, scale=head_dim**-0.5)) < 8e-3
+    assert relative_error(run(case), attention_reference(case, scale=head_dim**-0.5)) < 8e-3
+
+
+def test_common_beginnings_in_a_larger_graph(device: torch.device) -> None:
+    case, bundles = shared_case([(128, [16, 3])], 4, 2, 64, device)
+    assert relative_error(run(case, bundles=bundles, max_rows=6), attention_reference(case, scale=0.125)) < 8e-3
+
+
+def test_common_beginnings_in_float8(device: torch.device) -> None:
+    case, bundles = shared_case([(64, [16, 30])], 4, 2, 64, device, cache_dtype=torch.float8_e4m3fn)
+    scales = torch.tensor([0.5, 2.0], device=device)
+    out = run(case, bundles=bundles, k_scale=scales, v_scale=scales)
+    assert relative_error(out, attention_reference(case, scale=0.125, k_scale=scales, v_scale=scales)) < 8e-3
+
+
+@pytest.mark.gpu
+def test_many_rows_with_common_beginnings_on_the_gpu(device: torch.device) -> None:
+    families = [(2048, [200] * 40), (512, list(range(1, 400, 13))), (0, [900, 30, 2500])]
+    case, bundles = shared_case(families, 32, 8, 128, device)
+    out = run(case, bundles=bundles, launches=3)
+    assert relative_error(out, attention_reference(case, scale=128**-0.5)) < 8e-3
 
 
 @pytest.mark.gpu

@@ -4,6 +4,9 @@ Cache layout: K and V each [blocks, kv_heads, block_size, head_dim], so that one
 heads of a KV head are the rows of one tensor-core tile (grouped-query attention, Ainslie et al. 2023), so each key and value
 is read once. The work list comes from `decode_plan`. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 
+Rows that begin with the same blocks may share a tile there: their heads fill the rows that one row's heads leave empty, so that
+a common prefix is read once for several rows (cascade attention, Juravsky et al. 2024; Ye et al. 2025).
+
 A row that was cut into parts is put together again by the last of them (`split_softmax`).
 """
 
@@ -19,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton.decode_plan import ITEM_FIELDS, DecodeCapacity, DecodePlan
-from octavo.ops.triton.split_softmax import add_parts, arrived_last, leave_part
+from octavo.ops.triton.split_softmax import add_parts_of_few_rows, arrived_last, leave_part
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -31,8 +34,8 @@ class DecodeTuning:
     """Tokens a loop iteration."""
     warps: int
     stages: int
-    combine: int = 4096
-    """Partial sums read at once where parts are combined: more hides latency, and takes registers from everyone."""
+    parts_at_once: int = 4
+    """Parts in flight where they are added up: more hides latency, and takes registers from everyone. Does not change bits."""
     overlap: bool = False
     """Start while the kernel before still runs and wait for it on the device (programmatic dependent launch, Hopper on). The
     plan and the block tables must be older than that kernel."""
@@ -59,17 +62,18 @@ def decode_tuning(
     crowded = blocks > 3 * sm_count
     if crowded and cache_itemsize == 1 and not batch_invariant:
         return DecodeTuning(tile=64, warps=2, stages=2, overlap=overlap)
-    # A crowded SM has enough loads in flight from many thread blocks; an emptier one needs deeper pipelines.
-    combine = 16384 if blocks < sm_count and not batch_invariant else 4096
-    return DecodeTuning(tile=64, warps=4, stages=2 if crowded else 3, combine=combine, overlap=overlap)
+    # Three stages are three thread blocks an SM. Where about that many whole rows make one wave, two blocks an SM with deeper
+    # pipelines spread more evenly.
+    stages = 4 if 19 * sm_count <= 10 * blocks <= 45 * sm_count else 3
+    return DecodeTuning(tile=64, warps=4, stages=stages, overlap=overlap)
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
     """Device buffers of one plan capacity, at fixed addresses so that graphs can hold them. One in use a stream at a time."""
 
-    items: torch.Tensor
-    """[capacity.items, ITEM_FIELDS] int32: the plan."""
+    plan: torch.Tensor
+    """[capacity.size] int32: `DecodePlan.numbers`."""
     sums: torch.Tensor
     """[parts, kv_heads, group, head_dim] float32, group and head_dim padded to powers of two."""
     stats: torch.Tensor
@@ -83,7 +87,7 @@ class DecodeWorkspace:
         group = triton.next_power_of_2(num_heads // num_kv_heads)
         dim = triton.next_power_of_2(head_dim)
         return cls(
-            items=torch.zeros(capacity.items, ITEM_FIELDS, dtype=torch.int32, device=device),
+            plan=torch.zeros(capacity.size, dtype=torch.int32, device=device),
             sums=torch.empty(capacity.parts, num_kv_heads, group, dim, dtype=torch.float32, device=device),
             stats=torch.empty(capacity.parts, num_kv_heads, group, 2, dtype=torch.float32, device=device),
             counters=torch.zeros(capacity.parts, num_kv_heads, dtype=torch.int32, device=device),
@@ -92,16 +96,25 @@ class DecodeWorkspace:
 
     def load(self, plan: DecodePlan) -> None:
         """Copy a plan in. The plan must have been made for this capacity."""
-        self.items.copy_(torch.from_numpy(plan.items), non_blocking=True)
+        self.plan.copy_(torch.from_numpy(plan.numbers), non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def _decode_kernel(
+@triton.jit
+def _attend_item(
+    kv_head,
+    row,
+    lo,
+    hi,
+    context,
+    part,
+    first_part,
+    num_parts,
+    members,
     q_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
-    items_ptr,
+    members_ptr,
     out_ptr,
     sums_ptr,
     stats_ptr,
@@ -111,7 +124,6 @@ def _decode_kernel(
     q_stride,
     out_stride,
     block_stride,
-    head_stride,
     table_stride,
     scale,
     KV_HEADS: tl.constexpr,
@@ -127,78 +139,168 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     PARTS_AT_ONCE: tl.constexpr,
+    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    fields = items_ptr + tl.program_id(1) * 8
-    hi = tl.load(fields + 2)
-    if hi == 0:
-        return
-    row = tl.load(fields).to(tl.int64)
-    lo = tl.load(fields + 1)
-    context = tl.load(fields + 3)
-    part = tl.load(fields + 4)
-    first_part = tl.load(fields + 5)
-    num_parts = tl.load(fields + 6)
-    table = table_ptr + row * table_stride
+    """One item, and of each row whose parts are then complete, the output."""
+    # Addresses are most of the instructions of this loop, so they are kept cheap: in lines of HEAD_DIM numbers, and the place in
+    # the block does not change from tile to tile. Past the end the last block is read again.
+    table = table_ptr + row * table_stride + lo // BLOCK
+    last_block = (hi - 1) // BLOCK - lo // BLOCK
     n = tl.arange(0, TILE)
+    at = n
+    if 16 % BLOCK != 0:
+        # Items begin at multiples of 16.
+        at += lo % BLOCK
     # Block numbers are read one tile ahead: a tile's loads never wait for the table.
-    block = tl.load(table + (lo + n) // BLOCK, mask=lo + n < hi, other=0)
-
+    block = tl.load(table + tl.minimum(at // BLOCK, last_block))
+    lines_a_block = block_stride // HEAD_DIM
+    r = tl.arange(0, ROWS)
+    g = r % GROUP_PAD
+    q_row = row + r * 0
+    used = r < GROUP_PAD
+    if SHARED:  # noqa: SIM102
+        if members > 0:
+            # `part` is where the item's members are listed; each has GROUP_PAD rows of the tile, and parts of its own.
+            used = r // GROUP_PAD < members
+            q_row = tl.load(members_ptr + (part + r // GROUP_PAD) * 4, mask=used, other=0).to(tl.int64)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    g = tl.arange(0, ROWS)
     d = tl.arange(0, DIM_PAD)
     in_head = d[None, :] < HEAD_DIM
-    head = kv_head * GROUP + g
-    q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=(g[:, None] < GROUP) & in_head, other=0.0)
+    real = (used & (g < GROUP))[:, None] & in_head
+    head_offset = (kv_head * GROUP + g) * HEAD_DIM
+    q = tl.load(q_ptr + (q_row * q_stride + head_offset)[:, None] + d[None, :], mask=real, other=0.0)
     v_scale = 1.0
+    base2_scale = scale
     if SCALE_STRIDE >= 0:
-        scale *= tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
+        base2_scale = scale * tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
         v_scale = tl.load(v_scale_ptr + kv_head * SCALE_STRIDE)
         # float8 becomes float16 exactly and in one instruction; bf16 would take three.
         q = q.to(tl.float16)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    for t in tl.range(lo, hi, TILE, num_stages=STAGES):
-        pos = t + n
-        live = pos < hi
-        offsets = (block.to(tl.int64) * block_stride + kv_head * head_stride + (pos % BLOCK) * HEAD_DIM)[:, None] + d[None, :]
-        block = tl.load(table + (pos + TILE) // BLOCK, mask=pos + TILE < hi, other=0)
-        mask = live[:, None] & in_head
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+    # Denominators are added up over the tile's columns only in the end: a sum across warps costs two barriers.
+    column_sums = tl.zeros([ROWS, TILE], tl.float32)
+    for t in tl.range(0, hi - lo, TILE, num_stages=STAGES):
+        live = n < hi - lo - t
+        if TILE % BLOCK == 0:
+            lines = block * lines_a_block + at % BLOCK
+            block = tl.load(table + tl.minimum(at // BLOCK + (t + TILE) // BLOCK, last_block))
+        else:
+            lines = block * lines_a_block + (at + t) % BLOCK
+            block = tl.load(table + tl.minimum((at + t + TILE) // BLOCK, last_block))
+        offsets = (lines.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
+        if HEAD_DIM == DIM_PAD:
+            k = tl.load(k_ptr + offsets)
+        else:
+            k = tl.load(k_ptr + offsets, mask=in_head, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * base2_scale
         if SOFT_CAP > 0.0:
             # cap * tanh(x / cap), tanh(y) = 1 - 2 / (1 + e^2y); scores are in base 2 only after this.
             scores = (SOFT_CAP - 2.0 * SOFT_CAP / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFT_CAP)))) * 1.4426950408889634
-        # Anything may lie past the context or in the null block, NaN included: such keys count for nothing, and their values
-        # are never read.
+        # Anything may lie past the context, NaN included: such keys count for nothing, and their values are never read.
         seen = live
         if WINDOW > 0:
-            seen = live & (pos >= context - WINDOW)
+            seen = live & (lo + t + n >= context - WINDOW)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         fade = tl.exp2(row_max - new_max)
         p = tl.exp2(scores - new_max[:, None])
-        row_sum = row_sum * fade + tl.sum(p, 1)
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        column_sums = column_sums * fade[:, None] + p
+        v = tl.load(v_ptr + offsets, mask=live[:, None] & in_head, other=0.0)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None])
         row_max = new_max
+    row_sum = tl.sum(column_sums, 1)
 
     if part < 0:
-        result = acc * (v_scale / row_sum)[:, None]
-        out_offsets = row * out_stride + head[:, None] * HEAD_DIM + d[None, :]
-        tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=(g[:, None] < GROUP) & in_head)
+        out_offsets = (row * out_stride + head_offset)[:, None] + d[None, :]
+        tl.store(out_ptr + out_offsets, (acc * (v_scale / row_sum)[:, None]).to(out_ptr.dtype.element_ty), mask=real)
     else:
-        leave_part(acc, row_max, row_sum, part, kv_head, sums_ptr, stats_ptr, KV_HEADS, ROWS, GROUP_PAD, DIM_PAD)
-        if arrived_last(counters_ptr + first_part * KV_HEADS + kv_head, num_parts):
-            total, total_sum = add_parts(first_part, num_parts, kv_head, sums_ptr, stats_ptr, KV_HEADS, GROUP_PAD, DIM_PAD, PARTS_AT_ONCE)
-            gp = tl.arange(0, GROUP_PAD)
-            out_offsets = row * out_stride + (kv_head * GROUP + gp)[:, None] * HEAD_DIM + d[None, :]
-            total = total * (v_scale / total_sum)[:, None]
-            tl.store(out_ptr + out_offsets, total.to(out_ptr.dtype.element_ty), mask=(gp[:, None] < GROUP) & in_head)
+        place = part + r * 0
+        if SHARED:  # noqa: SIM102
+            if members > 0:
+                place = tl.load(members_ptr + (part + r // GROUP_PAD) * 4 + 1, mask=used, other=0)
+        leave_part(acc, row_max, row_sum, (place * KV_HEADS + kv_head) * GROUP_PAD + g, used, sums_ptr, stats_ptr, DIM_PAD)
+        rows_here = 1
+        if SHARED:
+            rows_here = tl.maximum(members, 1)
+        for member in range(rows_here):
+            if SHARED:  # noqa: SIM102
+                if members > 0:
+                    entry = members_ptr + (part + member) * 4
+                    row = tl.load(entry).to(tl.int64)
+                    first_part = tl.load(entry + 2)
+                    num_parts = tl.load(entry + 3)
+            if arrived_last(counters_ptr + first_part * KV_HEADS + kv_head, num_parts):
+                result = add_parts_of_few_rows(
+                    first_part, num_parts, kv_head, sums_ptr, stats_ptr, KV_HEADS, GROUP_PAD, DIM_PAD, PARTS_AT_ONCE
+                )
+                e = tl.arange(0, GROUP_PAD * DIM_PAD)
+                out_offsets = row * out_stride + (kv_head * GROUP + e // DIM_PAD) * HEAD_DIM + e % DIM_PAD
+                stored = (e // DIM_PAD < GROUP) & (e % DIM_PAD < HEAD_DIM)
+                tl.store(out_ptr + out_offsets, (result * v_scale).to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_items"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    members_ptr,
+    out_ptr,
+    sums_ptr,
+    stats_ptr,
+    counters_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_stride,
+    out_stride,
+    block_stride,
+    head_stride,
+    table_stride,
+    num_items,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
+    SHARED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    k_ptr += kv_head * head_stride
+    v_ptr += kv_head * head_stride
+    # Not one thread block an item: empty ones would have to wait for a place on an SM like any other.
+    for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
+        # All fields in one round trip, and only then the question whether there is work.
+        fields = items_ptr + item * 8
+        row = tl.load(fields).to(tl.int64)
+        lo = tl.load(fields + 1)
+        hi = tl.load(fields + 2)
+        context = tl.load(fields + 3)
+        part = tl.load(fields + 4)
+        first_part = tl.load(fields + 5)
+        num_parts = tl.load(fields + 6)
+        members = tl.load(fields + 7)
+        if hi > 0:
+            _attend_item(
+                kv_head, row, lo, hi, context, part, first_part, num_parts, members,
+                q_ptr, k_ptr, v_ptr, table_ptr, members_ptr, out_ptr, sums_ptr, stats_ptr, counters_ptr, k_scale_ptr, v_scale_ptr, q_stride, out_stride, block_stride, table_stride, scale,
+                KV_HEADS, GROUP, GROUP_PAD, ROWS, HEAD_DIM, DIM_PAD, BLOCK, TILE, STAGES, WINDOW, SOFT_CAP, SCALE_STRIDE, PARTS_AT_ONCE, SHARED, OVERLAP,
+            )  # fmt: skip
 
 
 def paged_decode(
@@ -221,8 +323,8 @@ def paged_decode(
     Args:
         q: [rows, heads, head_dim]; a stride between rows is fine (a slice of fused qkv).
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim], bf16, fp16, or float8_e4m3fn; each head's block
-            contiguous, and both with the same strides.
-        block_tables: [rows, max_blocks] int32.
+            contiguous, and both with the same strides, which are multiples of head_dim.
+        block_tables: [rows, max_blocks] int32. What lies past a row's last block is not read.
         workspace: holds a plan made with the same `sliding_window`.
         out: [rows, heads, head_dim]. Rows without work in the plan are not written.
         k_scale, v_scale: float32, [1] or [kv_heads]: what a cached number must be multiplied with. Both or neither.
@@ -235,12 +337,14 @@ def paged_decode(
     group = num_heads // num_kv_heads
     group_pad, dim_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     has_scale = k_scale is not None and v_scale is not None
-    _decode_kernel[(num_kv_heads, workspace.capacity.items)](
+    capacity = workspace.capacity
+    _decode_kernel[(num_kv_heads, min(capacity.items, capacity.at_once))](
         q,
         key_cache,
         value_cache,
         block_tables,
-        workspace.items,
+        workspace.plan,
+        workspace.plan[capacity.items * ITEM_FIELDS :],
         out,
         workspace.sums,
         workspace.stats,
@@ -252,6 +356,7 @@ def paged_decode(
         key_cache.stride(0),
         key_cache.stride(1),
         block_tables.stride(0),
+        capacity.items,
         # A soft cap works on natural scores; without one the change to base 2 is folded into the scale.
         scale if soft_cap else scale * _LOG2_E,
         KV_HEADS=num_kv_heads,
@@ -266,7 +371,8 @@ def paged_decode(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
-        PARTS_AT_ONCE=max(1, min(32, tuning.combine // (group_pad * dim_pad))),
+        PARTS_AT_ONCE=tuning.parts_at_once,
+        SHARED=capacity.members > 0,
         OVERLAP=tuning.overlap,
         **({"launch_pdl": True} if tuning.overlap else {}),
         num_warps=tuning.warps,

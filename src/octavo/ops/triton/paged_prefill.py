@@ -285,7 +285,7 @@ def _prefill_kernel(
     if part < 0:
         tl.store(out_ptr + out_offsets, (acc * (v_scale / row_sum)[:, None]).to(out_ptr.dtype.element_ty), mask=valid)
     else:
-        leave_part(acc, row_max, row_sum, part, kv_head, sums_ptr, stats_ptr, KV_HEADS, ROWS, ROWS, DIM_PAD)
+        leave_part(acc, row_max, row_sum, (part * KV_HEADS + kv_head) * ROWS + r, r < ROWS, sums_ptr, stats_ptr, DIM_PAD)
         if arrived_last(counters_ptr + first_part * KV_HEADS + kv_head, num_parts):
             total, total_sum = add_parts(first_part, num_parts, kv_head, sums_ptr, stats_ptr, KV_HEADS, ROWS, DIM_PAD, PARTS_AT_ONCE)
             tl.store(out_ptr + out_offsets, (total * (v_scale / total_sum)[:, None]).to(out_ptr.dtype.element_ty), mask=valid)

@@ -1,7 +1,7 @@
 """Softmax over keys that several thread blocks share: leave a part, tell who is last, add the parts up.
 
 A part is the unnormalised sum, the maximum and the denominator of some rows over some keys (flash-decoding, Dao et al. 2023).
-Places in the workspace are [parts, kv_heads, rows]. The last thread block to arrive adds all parts up *in part order*, so the
+A row's place in the workspace is one of [parts, kv_heads, rows]. The last thread block to arrive adds all parts up *in part order*, so the
 bits do not depend on who was last, and sets the counter back to zero for the next launch. No second launch, no host sync.
 """
 
@@ -14,26 +14,12 @@ import triton.language as tl
 
 
 @triton.jit
-def leave_part(
-    acc,
-    row_max,
-    row_sum,
-    part,
-    kv_head,
-    sums_ptr,
-    stats_ptr,
-    KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Store a part's first KEPT of ROWS rows. acc: [ROWS, DIM]; row_max, row_sum: [ROWS]; all float32."""
-    r = tl.arange(0, ROWS)
-    place = (part.to(tl.int64) * KV_HEADS + kv_head) * KEPT + r
-    kept = r < KEPT
-    tl.store(sums_ptr + place[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=kept[:, None])
-    tl.store(stats_ptr + place * 2, row_max, mask=kept)
-    tl.store(stats_ptr + place * 2 + 1, row_sum, mask=kept)
+def leave_part(acc, row_max, row_sum, places, kept, sums_ptr, stats_ptr, DIM: tl.constexpr):
+    """Store rows of a part. acc: [rows, DIM]; row_max, row_sum, and where and whether each row is stored: [rows]."""
+    places = places.to(tl.int64)
+    tl.store(sums_ptr + places[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=kept[:, None])
+    tl.store(stats_ptr + places * 2, row_max, mask=kept)
+    tl.store(stats_ptr + places * 2 + 1, row_sum, mask=kept)
 
 
 @triton.jit
@@ -81,3 +67,41 @@ def add_parts(
         total = total * fade[:, None] + tl.sum(weight[:, :, None] * sums, 0)
         total_max = new_max
     return total, total_sum
+
+
+@triton.jit
+def add_parts_of_few_rows(
+    first_part,
+    num_parts,
+    kv_head,
+    sums_ptr,
+    stats_ptr,
+    KV_HEADS: tl.constexpr,
+    KEPT: tl.constexpr,
+    DIM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """[KEPT * DIM] softmax of all parts together, float32: what `add_parts` gives, divided.
+
+    Each number has a thread of its own that goes through the parts, so that no sum crosses threads: a decode waits for this in the
+    end, and a few rows are quicker added up so. AT_ONCE parts are in flight.
+    """
+    e = tl.arange(0, KEPT * DIM)
+    total = tl.zeros([KEPT * DIM], tl.float32)
+    total_max = tl.full([KEPT * DIM], -1.0e30, tl.float32)
+    total_sum = tl.zeros([KEPT * DIM], tl.float32)
+    for begin in range(0, num_parts, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            there = begin + i < num_parts
+            place = ((first_part + tl.minimum(begin + i, num_parts - 1)).to(tl.int64) * KV_HEADS + kv_head) * KEPT
+            # .cg: other SMs wrote these, so this SM's L1 may not answer.
+            part_max = tl.load(stats_ptr + (place + e // DIM) * 2, cache_modifier=".cg")
+            part_sum = tl.load(stats_ptr + (place + e // DIM) * 2 + 1, cache_modifier=".cg")
+            sums = tl.load(sums_ptr + place * DIM + e, cache_modifier=".cg")
+            new_max = tl.where(there, tl.maximum(total_max, part_max), total_max)
+            fade = tl.exp2(total_max - new_max)
+            weight = tl.where(there, tl.exp2(part_max - new_max), 0.0)
+            total = total * fade + sums * weight
+            total_sum = total_sum * fade + part_sum * weight
+            total_max = new_max
+    return total / total_sum
