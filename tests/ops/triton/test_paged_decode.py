@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ def run(
     max_rows: int | None = None,
     launches: int = 1,
     bundles: Bundles | None = None,
+    at_once: int | None = None,
 ) -> torch.Tensor:
     rows, heads, head_dim = case.q.shape
     kv_heads = case.key_cache.shape[1]
@@ -34,6 +37,8 @@ def run(
     capacity = invariant_capacity(max_rows, int(contexts.sum())) if invariant else decode_capacity(max_rows, kv_heads, SMS)
     if bundles is not None:
         capacity = decode_capacity(max_rows, kv_heads, SMS, bundle=bundle_limit(heads // kv_heads))
+    if at_once is not None:
+        capacity = replace(capacity, at_once=at_once)
     plan = plan_decode(contexts, kv_heads, SMS, capacity, sliding_window=window, bundles=bundles, min_part=32)
     assert bool(plan.num_members) == (bundles is not None)
     workspace = DecodeWorkspace.allocate(plan.capacity, heads, kv_heads, head_dim, case.q.device)
@@ -74,6 +79,12 @@ def test_matches_float64(heads: int, kv_heads: int, head_dim: int, device: torch
 def test_a_second_launch_finds_the_workspace_ready(device: torch.device) -> None:
     case = decode_case([300, 20], 4, 2, 64, device)
     assert torch.equal(run(case, launches=2), run(case))
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_items_follow_each_other_in_few_thread_blocks(at_once: int, device: torch.device) -> None:
+    case = decode_case([300, 20, 1, 90], 4, 2, 64, device)
+    assert torch.equal(run(case, at_once=at_once), run(case))
 
 
 def test_float16(device: torch.device) -> None:
