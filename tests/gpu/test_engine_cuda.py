@@ -119,7 +119,7 @@ def test_captured_chunks_do_not_change_tokens(folder: str) -> None:
         launches = Launches(llm)
         first = generated(llm, params())
         assert agreement(generated(llm, params()), first) > 0.9, "with the prefix cache, whose copied blocks come with captured steps"
-        assert launches.chunks > 20
+        assert launches.chunks > 5
         assert launches.decodes > 20
         assert launches.eager == 0
     with LLM(folder, enforce_eager=True, **settings) as llm:
@@ -147,7 +147,7 @@ def test_a_server_captures_the_rest_in_gaps_and_tokens_stay(folder: str) -> None
 
     try:
         left = len(worker._later)
-        assert left > 10
+        assert left > 5
         expected = run(prepare=False)
         assert len(worker._later) == left
         assert agreement(run(prepare=True), expected) >= 0.75, "captures between steps, with one under way"
@@ -259,6 +259,7 @@ def test_steps_never_wait_for_the_device(folder: str) -> None:
         launches = Launches(llm)
         torch.cuda.set_sync_debug_mode("error")
         tokens = generated(llm, sampling)
+        llm.reset_prefix_cache()
         llm.generate([prompts()[3], prompts()[4]], SamplingParams(max_tokens=5, ignore_eos=True, seed=0), use_tqdm=False)  # type: ignore[list-item]
         torch.cuda.set_sync_debug_mode("default")
         assert min(launches.chunks, launches.decodes, launches.eager) > 0, "all kinds of steps were among them"

@@ -39,7 +39,7 @@ def on_gpu(config: EngineConfig) -> EngineConfig:
 
 @pytest.fixture
 def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.worker.load_ops", lambda _: load_ops("reference"))
+    monkeypatch.setattr("octavo.worker.worker.load_ops", lambda _, **settings: load_ops("reference", **settings))
 
 
 def test_random_numbers_are_the_same_bits() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, StepBatch
+from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, SharedPrefixes, StepBatch
 from octavo.attention.paged_cache import FLOAT8, PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
@@ -106,7 +106,8 @@ class InvariantAttention:
     def graph_plan_size(self, shape: GraphShape) -> int:
         return sum(self._capacity(g, shape) * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
 
-    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32, shared: SharedPrefixes | None = None) -> None:
+        """See `GraphAttention.graph_plan`. Every row reads its own keys: what rows have in common must not change their bits."""
         place = 0
         for g in dict.fromkeys(self._geometries):
             items = g.plan(start, count, self._sms)

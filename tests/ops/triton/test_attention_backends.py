@@ -118,7 +118,7 @@ def test_a_graphs_plan_gives_what_an_eager_step_gives(make: Make, step: int, sha
             attend(layer, *inputs(batch, spec, before, device))
     batch, tokens = batches[step], batches[step].num_tokens
     out = np.full(backend.graph_plan_size(shape), 77, np.int32)
-    backend.graph_plan(batch.cpu_start, batch.cpu_count, shape, out)
+    backend.graph_plan(batch.cpu_start, batch.cpu_count, shape, out, None)
     padded = torch.zeros(shape.rows, batch.block_tables.shape[1], dtype=torch.int32, device=device)
     padded[:3] = batch.block_tables
     slots = torch.zeros(shape.tokens, dtype=torch.int64, device=device)
