@@ -18,6 +18,7 @@ from octavo.frontend.http.replies import (
     Delta,
     Message,
     PromptLogprobs,
+    Usage,
 )
 from octavo.frontend.http.sse import event
 from octavo.frontend.outputs import CompletionOutput, RequestOutput
@@ -82,6 +83,15 @@ class ChatWriter:
         )
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The reply as events."""
+        async for chunk in self.chunks(generation):
+            yield event(chunk)
+
+    def usage(self) -> Usage:
+        """The tokens counted so far."""
+        return self._usage.usage()
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[ChatChunk]:
         """First the role of every choice, then what is new, then the totals if asked for."""
         o = self._o
         left, begun = o.n, False
@@ -90,15 +100,15 @@ class ChatWriter:
             if not begun:
                 begun = True
                 for chunk in self._opening():
-                    yield event(chunk)
+                    yield chunk
             for choice in self._news(output):
                 left -= choice.finish_reason is not None
                 chunk = self._chunk(choice)
                 if left == 0 and not o.include_usage:
                     chunk.system_fingerprint = o.fingerprint
-                yield event(chunk)
+                yield chunk
         if o.include_usage:
-            yield event(ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint))
+            yield ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint)
 
     def _opening(self) -> list[ChatChunk]:
         o = self._o

@@ -28,7 +28,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await ctx.read(request, ChatRequest)
     job_id = request_id(request, "chatcmpl", body.request_id)
     tracker = RequestTracker(job_id, "/v1/chat/completions", client_of(request), ctx.settings)
-    options, job = await _plan(ctx, request, body, job_id)
+    options, job = await plan_chat(ctx, request, body, job_id)
     tracker.received(job.params, [options.prompt_text])
     return await answer(request, ctx, job, tracker, ChatWriter(options), stream=bool(body.stream))
 
@@ -47,7 +47,7 @@ def _top_logprobs(ctx: ServerContext, body: ChatRequest) -> int | None:
     return (top or 0) if body.logprobs else None
 
 
-async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id: str) -> tuple[ChatOptions, Job]:
+async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job_id: str) -> tuple[ChatOptions, Job]:
     """Everything about a request that can be wrong is found here or by the engine's door, before anything is sent."""
     settings = ctx.settings
     check_common(body, settings.max_sequences, 1)
