@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -17,8 +19,10 @@ from octavo._version import __version__
 from octavo.errors import InvalidRequest, ModelNotFound
 from octavo.frontend.http.body import read_request
 from octavo.frontend.http.errors import MAX_INPUT_CHARS, short_repr
+from octavo.frontend.http.responses.store import ResponseStore
 from octavo.frontend.http.schemas import Schema
 from octavo.frontend.http.settings import ServerSettings
+from octavo.frontend.http.sse import cancel
 from octavo.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -45,8 +49,26 @@ class ServerContext:
     started: int = field(default_factory=lambda: int(time.time()))
     live: set[str] = field(default_factory=set)
     """Ids of the generating requests that are being served."""
+    responses: ResponseStore = field(init=False)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+    """What goes on without a client that waits."""
     unknown_fields: set[str] = field(default_factory=set)
     """Names of unknown fields that have been logged."""
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.responses = ResponseStore(ttl=settings.response_store_ttl, max_bytes=settings.response_store_bytes)
+
+    async def close(self) -> None:
+        """End what runs in the background and close the stores. The engine is not ours to end."""
+        await cancel(*self.background)
+        self.responses.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background; it handles its own errors."""
+        task = asyncio.ensure_future(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     @property
     def model_name(self) -> str:
@@ -125,16 +147,28 @@ def client_of(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else "unix"
 
 
+def credential(request: Request) -> str:
+    """The key that came with a request, in either header; empty without one."""
+    return request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+
+
+def owner_of(request: Request) -> str:
+    """Whose stored things a request may see: with API keys, those of its own key; else everybody's."""
+    if not context_of(request).settings.api_key:
+        return ""
+    return hashlib.sha256(credential(request).removeprefix("Bearer ").strip().encode()).hexdigest()[:32]
+
+
 def fair_key(request: Request, user: str | None) -> str:
     """Whose share of the machine a request uses, for the fair policy: the API key's, and within it the user's."""
     parts = []
-    if key := request.headers.get("authorization"):
+    if key := credential(request):
         parts.append(hashlib.sha256(key.encode()).hexdigest()[:16])
     if user:
         parts.append(user[:64])
     return "/".join(parts)
 
 
-def json_response(value: msgspec.Struct | dict[str, object] | BaseModel) -> Response:
+def json_response(value: msgspec.Struct | dict[str, Any] | BaseModel) -> Response:
     content = value.model_dump_json().encode() if isinstance(value, BaseModel) else msgspec.json.encode(value)
     return Response(content, media_type="application/json")

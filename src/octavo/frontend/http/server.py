@@ -174,10 +174,14 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
 
             if not await _ready_before(stop, llm, progress):
                 return
-            server = _Uvicorn(_uvicorn_config(build_app(llm, settings, served_model_names=llm.args.served_model_name), settings))
+            app = build_app(llm, settings, served_model_names=llm.args.served_model_name)
+            server = _Uvicorn(_uvicorn_config(app, settings))
             report(llm.ready_report, llm.config, settings)
             logger.info("Listening on %s", server_url(settings, sock))
-            await _serve_until(stop, stop_now, server, sock, llm, settings)
+            try:
+                await _serve_until(stop, stop_now, server, sock, llm, settings)
+            finally:
+                await app.state.context.close()
         finally:
             await _end(llm)
 

@@ -28,6 +28,9 @@ class ServerSettings:
         15.0, "Seconds that running requests may take to finish after the first SIGTERM or Ctrl-C.", group="server"
     )
     timeout_keep_alive: int = setting(75, "Seconds an idle connection stays open.", group="server")
+    sse_keep_alive: float = setting(
+        15.0, "Seconds of silence after which a stream gets a comment, so that proxies keep it open; 0 sends none.", group="server"
+    )
     disable_fastapi_docs: bool = setting(False, "No /docs and /openapi.json.", group="server")
     disable_dashboard: bool = setting(False, "No dashboard page at / and no /stats.", group="server")
     server_dev_mode: bool = setting(
@@ -55,6 +58,17 @@ class ServerSettings:
         4 * 1024 * 1024, "The HTTP parser is not h11; accepted and ignored.", group="limits", size=True, status="ignored"
     )
     h11_max_header_count: int = setting(256, "The HTTP parser is not h11; accepted and ignored.", group="limits", status="ignored")
+
+    # What is kept
+    response_store_ttl: float = setting(
+        24 * 3600.0, "Seconds that a response of /v1/responses is kept after its last use (in memory).", group="stores"
+    )
+    response_store_bytes: int = setting(
+        256 * 1024 * 1024,
+        "Most bytes of kept responses (64m, 1G); the least recently used go first. 0 keeps none.",
+        group="stores",
+        size=True,
+    )
 
     # What replies hold
     response_role: str = setting("assistant", "Role in chat replies.", group="replies")
@@ -92,6 +106,9 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}.")
+        for name in ("sse_keep_alive", "response_store_ttl", "response_store_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile.")
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "log_config_file"):
