@@ -11,7 +11,6 @@ router = APIRouter(include_in_schema=False)
 
 WHAT = {
     "/v1/embeddings": "Embeddings",
-    "/v1/messages": "The Messages API",
     "/v1/rerank": "Reranking",
     "/v2/rerank": "Reranking",
     "/rerank": "Reranking",
