@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,8 +47,8 @@ class ServerContext:
     """The first is the one in replies."""
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
-    live: set[str] = field(default_factory=set)
-    """Ids of the generating requests that are being served."""
+    live: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    """The generating requests that are being served: id -> what aborts it."""
     responses: ResponseStore = field(init=False)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """What goes on without a client that waits."""
@@ -97,18 +97,18 @@ class ServerContext:
             self.unknown_fields.update(name[:MAX_INPUT_CHARS] for name in new[:100])
             logger.debug("Unknown request fields, ignored: %s", short_repr(new))
 
-    def claim(self, request_id: str) -> None:
-        """Take `request_id` until `release`.
+    def claim(self, request_id: str, abort: Callable[[], Awaitable[None]]) -> None:
+        """Take `request_id` until `release`. `abort` ends the request early; its reply is then what there is so far.
 
         Raises:
             InvalidRequest: a live request has it.
         """
         if request_id in self.live:
             raise InvalidRequest(f"The request id {request_id!r} is in use by a request that is still running.", param="request_id")
-        self.live.add(request_id)
+        self.live[request_id] = abort
 
     def release(self, request_id: str) -> None:
-        self.live.discard(request_id)
+        self.live.pop(request_id, None)
 
 
 def context_of(request: Request) -> ServerContext:

@@ -15,7 +15,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from octavo.errors import Overloaded
+from octavo.errors import Overloaded, RequestFailed
 from octavo.frontend.http.context import ServerContext, json_response
 from octavo.frontend.http.prompts import EncodedPrompt
 from octavo.frontend.http.replies import PromptTokensDetails, Usage
@@ -79,6 +79,7 @@ class Generation:
         self._streams: dict[int, Stream] = {}
         self._error: BaseException | None = asyncio.CancelledError()  # until the last result has been read
         self._closed = False
+        self._aborted = False
 
     @property
     def _at_once(self) -> int:
@@ -92,8 +93,8 @@ class Generation:
         Raises:
             OctavoError: the request is refused; nothing of it remains.
         """
-        ctx.claim(job.request_id)
         generation = cls(ctx, job, tracker)
+        ctx.claim(job.request_id, generation.abort)
         try:
             await generation._open(0)
             with contextlib.suppress(Overloaded):
@@ -107,10 +108,21 @@ class Generation:
             raise
         return generation
 
+    async def abort(self) -> None:
+        """End it in the engine: what runs gets the finish reason "abort"; prompts that wait for room fail the request."""
+        self._aborted = True
+        for number in list(self._streams):
+            await self._ctx.llm.abort(self._engine_id(number))
+
+    def _engine_id(self, number: int) -> str:
+        return self.job.request_id if len(self.job.prompts) == 1 else f"{self.job.request_id}-{number}"
+
     async def _open(self, number: int) -> Stream:
+        if self._aborted:
+            raise RequestFailed("The request was aborted.")
         job, llm = self.job, self._ctx.llm
         prompt: dict[str, Any] = {"prompt_token_ids": job.prompts[number].token_ids}
-        engine_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{number}"
+        engine_id = self._engine_id(number)
         options: dict[str, Any] = {
             "priority": job.priority,
             "cache_salt": job.cache_salt,

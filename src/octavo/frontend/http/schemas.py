@@ -140,6 +140,13 @@ class DetokenizeRequest(Schema):
     skip_special_tokens: bool | None = None
 
 
+class AbortRequest(Schema):
+    """Ids as they stand in replies (`chatcmpl-...`)."""
+
+    request_id: str | Strings | None = None
+    request_ids: Strings | None = None
+
+
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI entry of a body that a route reads by itself, with nested definitions put in place."""
     schema = model.model_json_schema()

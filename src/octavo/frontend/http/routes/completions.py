@@ -31,7 +31,7 @@ async def create_completion(request: Request) -> Response:
     body = await ctx.read(request, CompletionRequest)
     job_id = request_id(request, "cmpl", body.request_id)
     tracker = RequestTracker(job_id, "/v1/completions", client_of(request), ctx.settings)
-    options, job = await _plan(ctx, request, body, job_id)
+    options, job = await plan_completion(ctx, request, body, job_id)
     tracker.received(job.params, [p.text or str(p.token_ids) for p in job.prompts])
     writer = CompletionWriter(options)
     if options.prompt_only and job.params.prompt_logprobs is None:
@@ -47,7 +47,7 @@ async def _nothing() -> None:
     """There is nothing to end."""
 
 
-async def _plan(ctx: ServerContext, request: Request, body: CompletionRequest, job_id: str) -> tuple[CompletionOptions, Job]:
+async def plan_completion(ctx: ServerContext, request: Request, body: CompletionRequest, job_id: str) -> tuple[CompletionOptions, Job]:
     """Everything about a request that can be wrong is found here or by the engine's door, before anything is sent."""
     settings = ctx.settings
     if body.suffix:
