@@ -17,6 +17,8 @@ from pydantic import BaseModel
 
 from octavo._version import __version__
 from octavo.errors import InvalidRequest, ModelNotFound
+from octavo.frontend.http.batches.inside import OWNER
+from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.body import read_request
 from octavo.frontend.http.errors import MAX_INPUT_CHARS, short_repr
 from octavo.frontend.http.responses.store import ResponseStore
@@ -50,6 +52,8 @@ class ServerContext:
     live: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     """The generating requests that are being served: id -> what aborts it."""
     responses: ResponseStore = field(init=False)
+    batches: BatchService = field(init=False)
+    """Set by `build_app`, whose application it posts to."""
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """What goes on without a client that waits."""
     unknown_fields: set[str] = field(default_factory=set)
@@ -61,6 +65,7 @@ class ServerContext:
 
     async def close(self) -> None:
         """End what runs in the background and close the stores. The engine is not ours to end."""
+        await self.batches.close()
         await cancel(*self.background)
         self.responses.close()
 
@@ -154,6 +159,8 @@ def credential(request: Request) -> str:
 
 def owner_of(request: Request) -> str:
     """Whose stored things a request may see: with API keys, those of its own key; else everybody's."""
+    if OWNER in request.scope:
+        return str(request.scope[OWNER])
     if not context_of(request).settings.api_key:
         return ""
     return hashlib.sha256(credential(request).removeprefix("Bearer ").strip().encode()).hexdigest()[:32]
@@ -161,7 +168,7 @@ def owner_of(request: Request) -> str:
 
 def fair_key(request: Request, user: str | None) -> str:
     """Whose share of the machine a request uses, for the fair policy: the API key's, and within it the user's."""
-    parts = []
+    parts = ["batch", request.scope[OWNER]] if OWNER in request.scope else []
     if key := credential(request):
         parts.append(hashlib.sha256(key.encode()).hexdigest()[:16])
     if user:

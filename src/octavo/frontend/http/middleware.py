@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.frontend.http.batches.inside import OWNER
 from octavo.frontend.http.errors import ClientGone, describe
 from octavo.observe.metrics import HttpMetrics
 
@@ -91,6 +92,8 @@ class ApiKeys:
         await send({"type": "http.response.body", "body": body})
 
     def _allowed(self, scope: Scope) -> bool:
+        if OWNER in scope:
+            return True
         headers = Headers(scope=scope)
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":

@@ -70,6 +70,13 @@ class ServerSettings:
         size=True,
     )
 
+    state_dir: str | None = setting(
+        None, "Folder of uploaded files and batches. Default: ~/.local/state/octavo/server-PORT; none with port 0 or --uds.", group="stores"
+    )
+    max_file_bytes: int = setting(512 * 1024 * 1024, "Largest file of /v1/files (512m, 2G).", group="stores", size=True)
+    file_store_bytes: int = setting(16 * 1024**3, "Most bytes of all files of /v1/files together.", group="stores", size=True)
+    batch_concurrency: int = setting(64, "Requests of a batch in work at once; they give way to live requests.", group="stores")
+
     # What replies hold
     response_role: str = setting("assistant", "Role in chat replies.", group="replies")
     trust_request_chat_template: bool = setting(False, "Let a request bring its own chat template.", group="replies")
@@ -101,12 +108,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
-        for name in ("max_body_bytes", "max_sequences"):
+        for name in ("max_body_bytes", "max_sequences", "max_file_bytes", "batch_concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}.")
-        for name in ("sse_keep_alive", "response_store_ttl", "response_store_bytes"):
+        for name in ("sse_keep_alive", "response_store_ttl", "response_store_bytes", "file_store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
