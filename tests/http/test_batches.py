@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from octavo.errors import ConfigError
 from octavo.frontend.http.batches.records import file_record
-from octavo.frontend.http.batches.store import BatchStore
+from octavo.frontend.http.batches.store import BatchStore, claim_folder
+from octavo.frontend.http.server import state_folder
 from octavo.frontend.http.settings import ServerSettings
 from tests.support.http_server import RunningServer, running_server, wait_until
 from tests.support.scripts import token_ids
@@ -293,3 +295,26 @@ def test_expired_files_are_gone(tmp_path: Path) -> None:
     assert store.used_bytes() == 0
     assert not store.path("file-a").exists()
     store.close()
+
+
+def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "state"
+    with claim_folder(folder), pytest.raises(ConfigError, match="Another server uses"), claim_folder(folder):
+        pass
+    with claim_folder(folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be used"), claim_folder(tmp_path / "file"):
+        pass
+
+
+def test_the_default_folder_is_left_when_it_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    settings = ServerSettings(port=8765)
+    with state_folder(settings) as first, state_folder(settings) as second:
+        assert first.state_dir == str(tmp_path / "octavo" / "server-8765")
+        assert second.state_dir is None
+    with state_folder(ServerSettings(port=0)) as free:
+        assert free.state_dir is None
+    with claim_folder(tmp_path / "mine"), pytest.raises(ConfigError), state_folder(ServerSettings(state_dir=str(tmp_path / "mine"))):
+        pass
