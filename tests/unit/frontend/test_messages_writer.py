@@ -44,7 +44,7 @@ class Chat:
         return Usage(5, 8, 3)
 
 
-def writer(thinking: bool) -> MessagesWriter:
+def writer(thinking: bool, finish: str = "tool_calls") -> MessagesWriter:
     deltas = [
         Delta("assistant", ""),
         Delta(reasoning="let me "),
@@ -58,7 +58,7 @@ def writer(thinking: bool) -> MessagesWriter:
     message = Message("assistant", "Calling.", reasoning="let me see")
     message.tool_calls = [ToolCall("c0", FunctionCall("now", '{"tz":"UTC"}')), ToolCall("c1", FunctionCall("later", ""))]
     options = MessageOptions("msg-1", "tiny", (), 100, thinking)
-    return MessagesWriter(options, Chat(deltas, message, "tool_calls"))  # type: ignore[arg-type]
+    return MessagesWriter(options, Chat(deltas, message, finish))  # type: ignore[arg-type]
 
 
 def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,13 +81,14 @@ def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return blocks
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-async def test_streamed_and_whole(thinking: bool) -> None:
-    whole = await writer(thinking).whole(None)  # type: ignore[arg-type]
-    raw = [event async for event in writer(thinking).stream(None)]  # type: ignore[arg-type]
+@pytest.mark.parametrize(("thinking", "finish"), [(True, "tool_calls"), (False, "stop")])
+async def test_streamed_and_whole(thinking: bool, finish: str) -> None:
+    whole = await writer(thinking, finish).whole(None)  # type: ignore[arg-type]
+    raw = [event async for event in writer(thinking, finish).stream(None)]  # type: ignore[arg-type]
     events = [json.loads(event.split(b"data: ", 1)[1]) for event in raw]
     assert joined(events) == whole["content"]
     assert whole["stop_reason"] == "tool_use"
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
     thought = [{"type": "thinking", "thinking": "let me see", "signature": ""}] if thinking else []
     assert whole["content"] == [
         *thought,

@@ -56,6 +56,7 @@ class MessagesWriter:
         self._index = -1
         self._call = -1
         """Index of the open call."""
+        self._called = False
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         choice = (await self._chat.whole(generation)).choices[0]
@@ -66,6 +67,7 @@ class MessagesWriter:
         if message.content:
             content.append({"type": "text", "text": message.content})
         content += [_tool_use(call) for call in message.tool_calls or ()]
+        self._called = bool(message.tool_calls)
         stop_reason, stop_sequence = self._stop(choice.finish_reason, choice.stop_reason)
         return self._message(content, stop_reason, stop_sequence, usage(self._chat.usage()))
 
@@ -101,6 +103,7 @@ class MessagesWriter:
             yield from self._tool_call(call)
 
     def _tool_call(self, call: ToolCallDelta) -> Iterator[bytes]:
+        self._called = True
         if self._call != call.index:
             yield from self._close()
         block = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
@@ -134,7 +137,7 @@ class MessagesWriter:
             case "length":
                 counted = self._chat.usage().completion_tokens
                 return ("max_tokens" if counted >= self._o.max_tokens else "model_context_window_exceeded"), None
-            case "tool_calls":
+            case _ if self._called:  # chat says "stop" after a call that the client named
                 return "tool_use", None
             case _ if isinstance(stop_reason, str) and stop_reason in self._o.stop_sequences:
                 return "stop_sequence", stop_reason
