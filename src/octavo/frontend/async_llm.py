@@ -81,6 +81,9 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         while True:
+            # A take hands out all there is: until there is news again, looking would be in vain.
+            if not self._news.is_set() and not self._state.finished:
+                await self._news.wait()
             self._news.clear()
             if (failure := self._state.failure()) is not None:
                 self._abort()
@@ -89,7 +92,6 @@ class RequestStream:
                 return output
             if self._state.finished:
                 raise StopAsyncIteration
-            await self._news.wait()
 
     async def final(self) -> RequestOutput:
         """The last output (all of the request unless output_kind is DELTA). Cancelling this aborts the request."""

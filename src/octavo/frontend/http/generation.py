@@ -152,21 +152,25 @@ class Generation:
         """
         try:
             first = set(range(len(self.job.prompts)))
-            async for number, output in self._merged():
-                self._tracker.seen(number, output, first=number in first)
-                first.discard(number)
-                self._ctx.metrics.step(self._ctx.llm.stats())
-                yield number, output
+            seen, step, stats = self._tracker.seen, self._ctx.metrics.step, self._ctx.llm.stats
+            if len(self.job.prompts) == 1:
+                async for output in self._streams[0]:
+                    seen(0, output, first=bool(first))
+                    first.clear()
+                    step(stats())
+                    yield 0, output
+            else:
+                async for number, output in self._merged():
+                    seen(number, output, first=number in first)
+                    first.discard(number)
+                    step(stats())
+                    yield number, output
             self._error = None
         except Exception as error:
             self._error = error
             raise
 
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        if len(self.job.prompts) == 1:
-            async for output in self._streams[0]:
-                yield 0, output
-            return
         queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(maxsize=256)
         pumping = asyncio.ensure_future(self._pump_all(queue))
         try:
