@@ -36,13 +36,13 @@ def server_main(pipe: Connection, streams: int, rate: float) -> None:
     """The server process: sends its port, serves until told to stop, then answers with its CPU seconds and what it sent when."""
     import uvicorn
     import uvloop
+    from tests.support.fake_async_llm import FakeClient, fake_async_llm
+    from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
     from octavo.frontend.http.app import build_app
     from octavo.frontend.http.server import bound_socket
     from octavo.frontend.http.settings import ServerSettings
     from octavo.protocol.engine import NewRequest, TokenDelta
-    from tests.support.fake_async_llm import FakeClient, fake_async_llm
-    from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
     sent: dict[str, deque[float]] = {}
 
