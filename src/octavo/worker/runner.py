@@ -169,7 +169,7 @@ class Runner:
         if len(slots) < batch.num_tokens:
             hidden = hidden.index_select(0, last)
         logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
-        sampled = self._sampler.sample(logits, slots, positions)
+        sampled = self._sampler.sample(logits, slots, positions, plan.masks)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
         return sampled
 

@@ -17,6 +17,7 @@ from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.prompts import truncated
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
 from octavo.frontend.http.schemas import ChatRequest, body_schema
+from octavo.frontend.http.structured import wish_of
 from octavo.frontend.http.tracking import RequestTracker
 
 router = APIRouter()
@@ -57,7 +58,9 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         raise InvalidRequest(f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}.", param="max_completion_tokens")
     defaults = ctx.llm.default_sampling_params
-    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
+    wish = wish_of(body)
+    structured = await wish.check(ctx.llm) if wish is not None else None
+    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs, structured_outputs=structured)
     prompt = await render(ctx.llm, body, trust_template=settings.trust_request_chat_template)
     prompt = truncated(ctx.llm, prompt, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
     role = settings.response_role
