@@ -106,8 +106,7 @@ def constraint_of(sampling: SamplingParams, door: GrammarDoor) -> OutputConstrai
             "thinking_token_budget needs a chat with a model whose reasoning this server recognises (see --reasoning-parser).",
             param="thinking_token_budget",
         )
-    constraint = msgspec.structs.replace(marks, grammar="" if wish is None else door.source(wish), reasoning_budget=budget)
-    return constraint
+    return msgspec.structs.replace(marks, grammar="" if wish is None else door.source(wish), reasoning_budget=budget)
 
 
 def engine_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:

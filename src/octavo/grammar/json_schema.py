@@ -12,9 +12,7 @@ from typing import Any
 
 Path = tuple[str | int, ...]
 
-FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
+FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
 """Formats that can be enforced. Any other is an annotation, as JSON Schema has it, and is left out."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -49,7 +47,7 @@ def prepared(schema: Any, *, closed: bool = False) -> Any:
         return [prepared(s, closed=closed) for s in schema]
     if not isinstance(schema, dict):
         return copy.deepcopy(schema)
-    result = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
             result[key] = {name: prepared(inner, closed=closed) for name, inner in value.items()}
@@ -62,6 +60,30 @@ def prepared(schema: Any, *, closed: bool = False) -> Any:
     if closed and "properties" in result:
         result.setdefault("additionalProperties", False)
     return result
+
+
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+
+
+def malformed(schema: Any, path: Path = (), depth: int = 0) -> tuple[Path, str] | None:
+    """Where `schema` is no JSON schema, and why; None where it looks like one. Needs no grammar engine."""
+    if isinstance(schema, bool):
+        return None
+    if not isinstance(schema, dict):
+        return path, f"a schema is an object, got {type(schema).__name__}"
+    if depth > 64:
+        return path, "nested more than 64 levels deep"
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in TYPES:
+            return (*path, "type"), f"must be one of {', '.join(TYPES)}"
+    for keys, kind, name in ((_MAPS, dict, "an object"), (_LISTS, list, "a list"), (("enum", "required"), list, "a list")):
+        for key in keys:
+            if key in schema and not isinstance(schema[key], kind):
+                return (*path, key), f"must be {name}"
+    if not all(isinstance(name, str) for name in schema.get("required", ())):
+        return (*path, "required"), "must hold names of properties"
+    return next((found for step, inner in subschemas(schema) if (found := malformed(inner, (*path, *step), depth + 1))), None)
 
 
 def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, str]:

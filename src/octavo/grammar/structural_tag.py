@@ -170,11 +170,11 @@ class _Writer:
         return name
 
     def _string(self, node: Any, names: tuple[str, ...], path: str, *, empty: bool = False) -> str:
-        for name in names:
-            value = node.get(name) if isinstance(node, dict) else None
-            if isinstance(value, str) and (value or empty):
-                return value
-        self.refuse(f"{path}.{names[0]}", "must be a string" if empty else "must be a non-empty string")
+        values = [node.get(name) for name in names] if isinstance(node, dict) else []
+        value = next((v for v in values if isinstance(v, str) and (v or empty)), None)
+        if value is None:
+            self.refuse(f"{path}.{names[0]}", "must be a string" if empty else "must be a non-empty string")
+        return value
 
     def _list(self, node: dict[str, Any], name: str, path: str) -> list[Any]:
         value = node.get(name)

@@ -76,7 +76,8 @@ def _response_format(body: GenerationRequest) -> list[Wish]:
             text = given.get("pattern" if kind == "regex" else "grammar")
             if not isinstance(text, str):
                 raise InvalidRequest(f"response_format of type {kind} needs its text.", param="response_format")
-            return [Wish(StructuredOutputsParams(**{kind: text}), "response_format")]
+            fields: dict[str, Any] = {kind: text}
+            return [Wish(StructuredOutputsParams(**fields), "response_format")]
     raise InvalidRequest(f"response_format.type must be one of {', '.join(FORMATS)}, got {short_repr(kind)}.", param="response_format")
 
 
@@ -105,7 +106,9 @@ def _guided(body: GenerationRequest) -> list[Wish]:
         value: Any = getattr(body, field)
         if value is not None:
             pattern = body.guided_whitespace_pattern
-            wishes.append(Wish(StructuredOutputsParams(**{name: _object(value) if name == "json" else value}, whitespace_pattern=pattern), field))
+            wishes.append(
+                Wish(StructuredOutputsParams(**{name: _object(value) if name == "json" else value}, whitespace_pattern=pattern), field)
+            )
     return wishes
 
 

@@ -11,13 +11,15 @@ from fastapi.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatOptions, ChatWriter
 from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_of, context_of, fair_key, request_id
-from octavo.frontend.http.conversation import check_tools, final_message, render
+from octavo.frontend.http.conversation import final_message, render
 from octavo.frontend.http.generation import Job, answer
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.prompts import truncated
+from octavo.frontend.http.reply_plan import plan_reply
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
 from octavo.frontend.http.schemas import ChatRequest, body_schema
 from octavo.frontend.http.structured import wish_of
+from octavo.frontend.http.tools import tool_use
 from octavo.frontend.http.tracking import RequestTracker
 
 router = APIRouter()
@@ -48,20 +50,38 @@ def _top_logprobs(ctx: ServerContext, body: ChatRequest) -> int | None:
     return (top or 0) if body.logprobs else None
 
 
+def _template(ctx: ServerContext, body: ChatRequest) -> str | None:
+    """The source of the chat template that the prompt was rendered with."""
+    given = body.chat_template or (body.chat_template_kwargs or {}).get("chat_template")
+    return ctx.llm.tokenizer.templates.select(given, bool(body.tools))
+
+
 async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id: str) -> tuple[ChatOptions, Job]:
     """Everything about a request that can be wrong is found here or by the engine's door, before anything is sent."""
     settings = ctx.settings
     check_common(body, settings.max_sequences, 1)
-    check_tools(body)
+    use = tool_use(body.tools, body.tool_choice)
     top_logprobs = _top_logprobs(ctx, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         raise InvalidRequest(f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}.", param="max_completion_tokens")
     defaults = ctx.llm.default_sampling_params
     wish = wish_of(body)
-    structured = await wish.check(ctx.llm) if wish is not None else None
-    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs, structured_outputs=structured)
+    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
     prompt = await render(ctx.llm, body, trust_template=settings.trust_request_chat_template)
+    plan = await plan_reply(
+        ctx.llm,
+        settings,
+        use,
+        wish,
+        prompt=prompt.text or "",
+        template=_template(ctx, body),
+        parallel=body.parallel_tool_calls is not False,
+        stops=bool(params.stops),
+    )
+    params.structured_outputs, params.constraint = plan.wish, plan.marks
+    if plan.keeps_special_tokens:
+        params.skip_special_tokens = False
     prompt = truncated(ctx.llm, prompt, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
     role = settings.response_role
     if body.add_generation_prompt is False and isinstance(body.messages[-1], dict):
@@ -87,6 +107,8 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
         include_usage=include_usage,
         continuous_usage=include_usage and bool(wants and wants.continuous_usage_stats),
         usage_details=settings.enable_prompt_tokens_details,
+        plan=plan,
+        include_reasoning=body.include_reasoning is not False,
     )
     job = Job(
         job_id,
