@@ -61,7 +61,11 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
             "response_format",
             "$.properties.a.items",
         ),
-        ({"structured_outputs": {"json": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(?=x)"}]}}}, "structured_outputs", "$.anyOf[1]"),
+        (
+            {"structured_outputs": {"json": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(?=x)"}]}}},
+            "structured_outputs",
+            "$.anyOf[1]",
+        ),
         (
             {"guided_json": {"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"uniqueItems": True}}}},
             "guided_json",
@@ -79,7 +83,11 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
         ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"yaml": "x"}}, "structured_outputs", "yaml"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "format"),
-        ({"structured_outputs": {"structural_tag": {"format": {"type": "sequence", "elements": [{"type": "?"}]}}}}, "structured_outputs", "elements[0]"),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {"type": "sequence", "elements": [{"type": "?"}]}}}},
+            "structured_outputs",
+            "elements[0]",
+        ),
         ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "b"}, "guided_regex", "Only one"),
         ({"structured_outputs": {"choice": ["a"]}, "use_beam_search": True, "n": 2}, "use_beam_search", "combined"),
         ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),

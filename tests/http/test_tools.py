@@ -40,7 +40,9 @@ def streamed(server: RunningServer, answer: str, **body: Any) -> dict[str, Any]:
         message["reasoning"] += delta.get("reasoning") or ""
         for call in delta.get("tool_calls", []):
             if call["index"] == len(message["tool_calls"]):
-                message["tool_calls"].append({"id": call["id"], "type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}})
+                message["tool_calls"].append(
+                    {"id": call["id"], "type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}}
+                )
             message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"].get("arguments", "")
         finish = choice["finish_reason"] or finish
     return {"message": message, "finish_reason": finish}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -32,7 +33,12 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call> done', "done", [F1]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [F1]),
     ("hermes", '<tool_call>{"name": "get-time", "arguments": null}</tool_call>', "", [G]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "</tool_call>}{"}}</tool_call>', "", [Call("f", '{"s": "</tool_call>}{"}', True)]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"s": "</tool_call>}{"}}</tool_call>',
+        "",
+        [Call("f", '{"s": "</tool_call>}{"}', True)],
+    ),
     ("hermes", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
     ("hermes", "half a marker: <tool_ca", "half a marker: <tool_ca", []),
     ("hermes", '<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
@@ -52,8 +58,8 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "get-time", "parameters": {}}', "", [F1, G]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [F1]),
     ("llama3_json", '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
-    ("pythonic", '[f(a=1), get-time()]', "", [F1, G]),
-    ("pythonic", '<|python_start|>[f(a=1)]<|python_end|>', "", [F1]),
+    ("pythonic", "[f(a=1), get-time()]", "", [F1, G]),
+    ("pythonic", "<|python_start|>[f(a=1)]<|python_end|>", "", [F1]),
     ("pythonic", '[f(s="x)]", a=[True, None, {"k": null}])]', "", [Call("f", '{"s": "x)]", "a": [true, null, {"k": null}]}', True)]),
     ("pythonic", "[f(a=1", "[f(a=1", []),
     ("pythonic", "[os.system('x')]", "[os.system('x')]", []),
@@ -105,7 +111,7 @@ def joined(form: ReplyFormat, pieces: list[str]) -> Reply:
 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = [0, *sorted(places), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @pytest.mark.parametrize("whole_calls", [False, True])
@@ -219,7 +225,11 @@ def test_formats_are_told_from_templates() -> None:
         assert found.name == name
     assert tool_format("none", "<tool_call>") is None
     assert reasoning_format(None, "plain") is None
-    assert {f.name for t in ("</think>", "[THINK]", "<|channel|>") if (f := reasoning_format(None, t))} == {"think", "mistral", "openai_gptoss"}
+    assert {f.name for t in ("</think>", "[THINK]", "<|channel|>") if (f := reasoning_format(None, t))} == {
+        "think",
+        "mistral",
+        "openai_gptoss",
+    }
 
 
 def test_aliases_name_formats() -> None:

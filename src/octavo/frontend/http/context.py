@@ -17,6 +17,7 @@ from octavo._version import __version__
 from octavo.errors import InvalidRequest, ModelNotFound
 from octavo.frontend.http.body import read_request
 from octavo.frontend.http.errors import MAX_INPUT_CHARS, short_repr
+from octavo.frontend.http.responses_store import ResponseStore
 from octavo.frontend.http.schemas import Schema
 from octavo.frontend.http.settings import ServerSettings
 from octavo.observe.metrics import Metrics
@@ -30,6 +31,9 @@ S = TypeVar("S", bound=Schema)
 
 FINGERPRINT = f"octavo-{__version__}"
 MAX_ID_CHARS = 256
+MAX_RESPONSES = 1000
+MAX_RESPONSE_BYTES = 64 << 20
+"""Responses kept for `previous_response_id` and retrieval: their number, and their size as JSON in all."""
 MAX_REPORTED_FIELDS = 1000
 
 
@@ -42,6 +46,8 @@ class ServerContext:
     model_names: tuple[str, ...]
     """The first is the one in replies."""
     metrics: Metrics
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_RESPONSES, MAX_RESPONSE_BYTES))
+    """What /v1/responses keeps for later requests."""
     started: int = field(default_factory=lambda: int(time.time()))
     live: set[str] = field(default_factory=set)
     """Ids of the generating requests that are being served."""

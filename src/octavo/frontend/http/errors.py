@@ -37,6 +37,14 @@ class BadBody(OctavoError):
         self.param = param
 
 
+class NotFound(OctavoError):
+    """What a request names is not there (HTTP 404)."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class ClientGone(Exception):
     """The client closed its connection before the reply began. Nobody reads the reply to this."""
 
@@ -83,6 +91,8 @@ def describe(error: BaseException) -> ErrorReply:
             return ErrorReply(error.status, kind, str(error), error.param)
         case ModelNotFound():
             return ErrorReply(404, "NotFoundError", str(error), "model")
+        case NotFound():
+            return ErrorReply(404, "NotFoundError", str(error), error.param)
         case NotYet():
             return ErrorReply(501, "NotImplementedError", str(error))
         case Overloaded():

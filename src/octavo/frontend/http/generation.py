@@ -19,7 +19,7 @@ from octavo.errors import Overloaded
 from octavo.frontend.http.context import ServerContext, json_response
 from octavo.frontend.http.prompts import EncodedPrompt
 from octavo.frontend.http.replies import PromptTokensDetails, Usage
-from octavo.frontend.http.sse import EventStream, cancel, unless_gone
+from octavo.frontend.http.sse import OPENAI, EventStream, Framing, cancel, unless_gone
 from octavo.frontend.http.tracking import RequestTracker
 from octavo.frontend.outputs import RequestOutput
 from octavo.protocol.params import BeamSearchParams, SamplingParams
@@ -199,7 +199,9 @@ class Generation:
         self._tracker.close(self._error)
 
 
-async def answer(request: Request, ctx: ServerContext, job: Job, tracker: RequestTracker, writer: Writer, *, stream: bool) -> Response:
+async def answer(
+    request: Request, ctx: ServerContext, job: Job, tracker: RequestTracker, writer: Writer, *, stream: bool, framing: Framing = OPENAI
+) -> Response:
     """Runs `job` and replies with what `writer` makes of it; ends the job when the client goes.
 
     Raises:
@@ -217,13 +219,13 @@ async def answer(request: Request, ctx: ServerContext, job: Job, tracker: Reques
     if not stream:
         return await unless_gone(request, whole())
     generation = await unless_gone(request, Generation.start(ctx, job, tracker))
-    return EventStream(writer.stream(generation), generation.close)
+    return EventStream(writer.stream(generation), generation.close, framing)
 
 
 class Writer(Protocol):
     """Turns results into a reply."""
 
-    async def whole(self, generation: Generation) -> msgspec.Struct: ...
+    async def whole(self, generation: Generation) -> msgspec.Struct | dict[str, Any]: ...
 
     def stream(self, generation: Generation) -> AsyncIterator[bytes]: ...
 

@@ -91,8 +91,11 @@ class ApiKeys:
         await send({"type": "http.response.body", "body": body})
 
     def _allowed(self, scope: Scope) -> bool:
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
+            token = headers.get("x-api-key", "")  # where clients of the Messages API put it
+        if not token:
             return False
         given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
         matches = [secrets.compare_digest(given, known) for known in self._hashes]

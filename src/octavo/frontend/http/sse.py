@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.frontend.http.errors import ClientGone, describe, is_expected
+from octavo.frontend.http.errors import ClientGone, ErrorReply, describe, is_expected
 
 logger = logging.getLogger("octavo.server")
 
@@ -26,6 +27,22 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How a protocol ends a stream, and reports an error inside one."""
+
+    error: Callable[[ErrorReply], bytes]
+    end: bytes
+
+
+OPENAI = Framing(lambda reply: b"data: %b\n\n" % reply.body(), DONE)
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """An event with a name, as clients that dispatch by it expect."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(value))
 
 
 def event(value: Any) -> bytes:
@@ -63,12 +80,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]], framing: Framing = OPENAI) -> None:
         # X-Accel-Buffering: a proxy that collects the whole reply first defeats streaming.
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._framing = framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(scope, send))
@@ -83,21 +101,22 @@ class EventStream(Response):
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in guarded(self._events, scope):
+        async for chunk in guarded(self._events, scope, self._framing):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def guarded(events: AsyncIterator[bytes], scope: Scope) -> AsyncIterator[bytes]:
-    """`events`, then [DONE]; a failure on the way is sent as an error event."""
+async def guarded(events: AsyncIterator[bytes], scope: Scope, framing: Framing = OPENAI) -> AsyncIterator[bytes]:
+    """`events`, then the end; a failure on the way is sent as an error event."""
     try:
         async for chunk in events:
             yield chunk
     except Exception as error:
         if not is_expected(error):
             logger.exception("Stream %s failed", scope.get("state", {}).get("request_id"))
-        yield b"data: %b\n\n" % describe(error).body()
-    yield DONE
+        yield framing.error(describe(error))
+    if framing.end:
+        yield framing.end
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
