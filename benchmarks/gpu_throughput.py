@@ -3,7 +3,7 @@
 `random.seed(0)`; prompts of 100-1024 random token ids (all drawn first), then 100-1024 output tokens each, temperature 0.6, nothing
 stops early, token ids in, no text out. Then 128 tokens in and 256 out at batch 1 and 32, and the first token of an 8,192-token
 prompt. The table sets each number beside the floor (bytes at the card's read bandwidth, arithmetic at its matrix rate) and beside
-vLLM's on the same card.
+vLLM's on the same card. transformers' own continuous batching runs live, on a smaller load that both get.
 
     make gpu-bench [ARGS="--shapes qwen3-0.6b llama-3.1-8b --profile"]
 """
@@ -63,9 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+PEER_LOAD = (64, Span(100, 1024), 128)
+"""Requests, prompt tokens, output tokens of the load that transformers gets too."""
 REQUESTS = {"qwen3-0.6b": 256, "llama-3.1-8b": 512}
 MAX_MODEL_LEN = 8448
-PARTS = ("latency", "first", "throughput", "start")
+PARTS = ("latency", "first", "throughput", "start", "peer")
 
 FLOORS = {
     "qwen3-0.6b": {"seconds": 3.8},
@@ -78,7 +80,7 @@ VLLM = {
 }
 """vLLM 0.26.0 on the same card, same workload, its defaults; start is process start to ready with a warm page cache."""
 
-PROFILED = ((1, 300, 40), (32, 300, 40), (256, 700, 60), (1, 8192, 1))
+PROFILED = ((1, 300, 40), (32, 300, 40), (64, 300, 40), (256, 700, 60), (1, 8192, 1), (1, 128, 1))
 """(requests, prompt tokens, output tokens)"""
 
 FIRST_TOKEN = """
@@ -101,6 +103,29 @@ def cold_start(folder: str) -> dict[str, Any]:
     return {"start_s": seconds, "cached_phases_s": json.loads(line)} if line else {}
 
 
+def peer_seconds(llm: LLM) -> float:
+    """Seconds of the peer's load here, the better of two."""
+    count, prompt, output = PEER_LOAD
+    requests = random_requests(count, prompt, Span(output, output))
+    params = SamplingParams(temperature=0.6, max_tokens=output, ignore_eos=True, detokenize=False)
+    times = []
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(prompts_of(requests), params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def peer(folder: str) -> dict[str, Any]:
+    """transformers' `generate_batch` in a process of its own, with the same load; {} (and why, on stderr) where it does not run."""
+    count, prompt, output = PEER_LOAD
+    job = {"prompts": [r.prompt for r in random_requests(count, prompt, Span(output, output))], "output_len": output}
+    script = Path(__file__).parent / "peers" / "transformers_batch.py"
+    done = subprocess.run([sys.executable, str(script), folder], check=False, input=json.dumps(job), stdout=subprocess.PIPE, text=True)
+    return {"peer": json.loads(done.stdout.splitlines()[-1])} if done.returncode == 0 else {}
+
+
 def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -113,15 +138,20 @@ def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: boo
                 for batch in (1, 32):
                     first, gap = latency(llm, batch)
                     result |= {f"ttft_{batch}_ms": first, f"tpot_{batch}_ms": gap}
+                result["between_steps_64"] = between_steps(llm)
             if "first" in parts:
                 result["first_8k_ms"] = first_token(llm)
             if "throughput" in parts:
                 result["runs"] = [offline(llm, REQUESTS[shape]) for _ in range(2)]
                 result["seconds"] = min(run["elapsed_time"] for run in result["runs"])
+            if "peer" in parts:
+                result["peer_load_s"] = peer_seconds(llm)
             if profile:
                 result["profile"] = [profiled(llm, *case) for case in PROFILED]
         if "start" in parts:
             result |= cold_start(folder)
+        if "peer" in parts:
+            result |= peer(folder)
     return result
 
 
@@ -156,6 +186,8 @@ class StepLog:
         self._plans: deque[Any] = deque()
         self.steps: list[tuple[int, int, float]] = []
         """(rows, tokens, seconds on the device)"""
+        self.ends: list[float] = []
+        """When each was collected, by the host's clock."""
         self.waited = 0.0
         """Seconds that the host had nothing to do but wait."""
 
@@ -168,6 +200,7 @@ class StepLog:
         result = self._executor.collect()
         self.waited += time.perf_counter() - start
         self.steps.append((*self._plans.popleft(), result.step_seconds))
+        self.ends.append(time.perf_counter())
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -189,6 +222,19 @@ class StepLog:
             "host_waited_s": self.waited,
             "decode_ms_by_rows": {str(rows): round(1000 * sum(t) / len(t), 3) for rows, t in sorted(by_rows.items())},
         }
+
+
+def between_steps(llm: LLM, rows: int = 64) -> float:
+    """Share of the time in which no step is on the device, while `rows` requests decode."""
+    requests = random_requests(rows, Span(300, 300), Span(200, 200), seed=9)
+    params = SamplingParams(temperature=0.6, max_tokens=200, ignore_eos=True, detokenize=False)
+    core: Any = llm._client.core  # type: ignore[union-attr]
+    log = core.executor = StepLog(core.executor)
+    llm.generate(prompts_of(requests), params, use_tqdm=False)
+    core.executor = log._executor
+    full = [i for i, (of_step, tokens, _) in enumerate(log.steps) if of_step == tokens == rows][10:-10]
+    busy = sum(log.steps[i][2] for i in full[1:])
+    return 1.0 - busy / (log.ends[full[-1]] - log.ends[full[0]])
 
 
 def offline(llm: LLM, count: int) -> dict[str, Any]:
@@ -227,7 +273,7 @@ def profiled(llm: LLM, rows: int, prompt: int, steps: int) -> dict[str, Any]:
     totals: dict[str, list[float]] = {}
     for start, end, name in spans:
         busy += max(0.0, end - max(start, reached))
-        between += max(0.0, start - reached) if name.startswith(("_write_diffs", "Memcpy")) else 0.0
+        between += max(0.0, start - reached) if name.startswith(("_receive", "Memcpy")) else 0.0
         reached = max(reached, end)
         total = totals.setdefault(name[:60], [0.0, 0])
         total[0] += end - start
@@ -258,6 +304,8 @@ def show(shape: str, result: dict[str, Any]) -> None:
         value, floor, peer = result[key], FLOORS[shape].get(key), VLLM[shape].get(peer_key or key)
         cells = [f"{value:>10.3f}", f"{floor:>9.2f}{value / floor:>9.2f}" if floor else " " * 18]
         print(f"{label:<28}{''.join(cells)}{f'{peer:>9.2f}{value / peer:>9.2f}' if peer else ''}")
+    if "between_steps_64" in result:
+        print(f"  64 requests decoding: no step on the device {result['between_steps_64']:.1%} of the time")
     for run in result.get("runs", []):
         print(
             f"  {run['elapsed_time']:.2f} s = {run['output_tokens_per_second']:.0f} output tokens/s: {run['prompt_steps']} steps with prompts "
@@ -265,6 +313,12 @@ def show(shape: str, result: dict[str, Any]) -> None:
             f"{run['no_step_s']:.2f} s; the host waited {run['host_waited_s']:.2f} s"
         )
         print("  decode step by rows (from n on), ms:", run["decode_ms_by_rows"])
+    if "peer" in result:
+        theirs = result["peer"]
+        print(
+            f"  {PEER_LOAD[0]} requests of {PEER_LOAD[2]} tokens: {result['peer_load_s']:.2f} s; transformers {theirs['version']} generate_batch "
+            f"({theirs['attention']}) {theirs['seconds']:.2f} s = {theirs['seconds'] / result['peer_load_s']:.1f} times as long"
+        )
     if "cached_phases_s" in result:
         print("  start with compiled kernels:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["cached_phases_s"].items()))
     print("  start:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["phases_s"].items()))

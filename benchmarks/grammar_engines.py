@@ -159,7 +159,13 @@ def measure(engine: Engine, encode: Any, schemas: list[str], suite: Path) -> dic
             compile_times.append(time.perf_counter() - began)
         first = False
         mask_times += engine.walk(matcher, encode(json.dumps(sample(json.loads(text)))))
-    big = json.dumps({"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(100)}, "required": [f"field_{i}" for i in range(100)]})
+    big = json.dumps(
+        {
+            "type": "object",
+            "properties": {f"field_{i}": {"type": "string"} for i in range(100)},
+            "required": [f"field_{i}" for i in range(100)],
+        }
+    )
     began = time.perf_counter()
     matcher = engine.compile(big)
     hundred = time.perf_counter() - began
@@ -187,7 +193,12 @@ def measure(engine: Engine, encode: Any, schemas: list[str], suite: Path) -> dic
         "tool_schemas": len(schemas),
         "tool_schemas_refused": len(refused),
         "compile_ms": {"p50": percentile(compile_times, 50), "p99": percentile(compile_times, 99), "max": max(compile_times) * 1e3},
-        "mask_ms": {"p50": percentile(mask_times, 50), "mean": statistics.mean(mask_times) * 1e3, "p99": percentile(mask_times, 99), "max": max(mask_times) * 1e3},
+        "mask_ms": {
+            "p50": percentile(mask_times, 50),
+            "mean": statistics.mean(mask_times) * 1e3,
+            "p99": percentile(mask_times, 99),
+            "max": max(mask_times) * 1e3,
+        },
         "compile_100_fields_ms": hundred * 1e3,
         "first_mask_100_fields_ms": hundred_first_mask * 1e3,
         "suite": totals,

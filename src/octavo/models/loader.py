@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from octavo.models.registry import model_spec
 from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
 from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.safetensors import open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
@@ -56,7 +58,8 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if 0 < config.device.total_bytes < needed:
+    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
+    if 0 < room < needed:
         raise ConfigError(_too_large(config, needed))
 
     assembly = Assembly(spec, family.weights, ops, dtype, device)
@@ -65,7 +68,8 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             if model.load_format == "dummy":
                 weights = _fill_dummy(assembly, needed, model.seed, progress)
             else:
-                weights = _fill_stored(assembly, *_stored(model.path, gguf), progress)
+                with ParallelReader(device) if device.type != "cpu" else nullcontext() as reader:
+                    weights = _fill_stored(assembly, *_stored(model.path, gguf, reader), progress)
             return build_decoder(
                 spec,
                 weights,
@@ -101,12 +105,12 @@ def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor]
     return weights
 
 
-def _stored(path: str, gguf: GgufFile | None) -> tuple[int, Iterable[StoredTensor]]:
+def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> tuple[int, Iterable[StoredTensor]]:
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
     files = weight_files(path)
-    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_safetensors, files))
+    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
 
 
 def _gguf(path: str, load_format: str) -> GgufFile | None:
@@ -136,7 +140,18 @@ def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec,
 
 
 def _too_large(config: EngineConfig, needed: int) -> str:
-    return (
-        f"The weights of {config.model.name} need {format_bytes(needed)} in {config.model.dtype}, which {config.device.name} "
-        f"({format_bytes(config.device.total_bytes)}) cannot hold. Use a smaller model or dtype."
+    """What to say of weights of `needed` bytes that do not fit, and what would."""
+    device, dtype = config.device, config.model.dtype
+    room = device.free_bytes or device.total_bytes
+    itemsize = getattr(torch, dtype).itemsize
+    # A tenth stays for a step's own memory and a small cache.
+    text = (
+        f"The weights of {config.model.name} need {format_bytes(needed)} in {dtype}, but {device.name} has {format_bytes(room)} free "
+        f"of {format_bytes(device.total_bytes)}. It has room for about {0.9 * room / itemsize / 1e9:.1f} billion parameters in {dtype}: "
+        "use a smaller model"
     )
+    if device.kind == "cuda" and itemsize > 2:
+        text += " or --dtype bfloat16"
+    if room < 0.9 * device.total_bytes:
+        text += ", or end what else uses the memory"
+    return text + "."

@@ -1,7 +1,7 @@
 """One step on one rank: update the tables, gather inputs, forward, sample, publish.
 
-A step of plain decodes is one captured graph where the device has those (`worker/graphs.py`); any other is run operation by
-operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
+A step of plain decodes or of short prompts is one captured graph where the device has those (`worker/graphs.py`); any other is run
+operation by operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
 for them and makes the `StepResult`. On a CPU the work is done when `launch` returns.
 """
 
@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import torch
 
-from octavo.attention.base import AttentionBackend, StepBatch
+from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import Model
-from octavo.ops.transfer import download, upload_many
+from octavo.ops.transfer import upload_many
 from octavo.protocol.engine import LogprobRow
-from octavo.protocol.step import Int32, StepPlan, StepResult
+from octavo.protocol.step import Int32, StepPlan, StepResult, TokenMasks
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
 from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
@@ -29,7 +29,7 @@ from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
 
 if TYPE_CHECKING:
-    from octavo.worker.graphs import DecodeGraphs
+    from octavo.worker.graphs import Captured, StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Runner:
         tables: SlotTables,
         sampler_state: SamplerState,
         sampler: Sampler,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -119,17 +119,35 @@ class Runner:
         clock = StepClock(self._tables.device)
         slots = plan.slots[plan.sample]
         self._seat(plan)
-        rows = None if self._graphs is None else self._graphs.fitting(plan)
-        if self._graphs is not None and rows is not None:
+        captured = None if self._graphs is None else self._graphs.fitting(plan)
+        if self._graphs is not None and captured is not None:
+            if plan.init:
+                self._tables.update(plan)
             self._copy_blocks(plan)
-            tokens = download(self._graphs.launch(plan, rows))
+            sampled = self._replay(self._graphs, plan, captured, slots)
             clock.stop()
-            return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
+            return Launched(plan.step_id, slots, sampled, [], clock)
         self._tables.update(plan)
         self._copy_blocks(plan)
         sampled, prompt_scores = self._compute(plan) if plan.num_tokens else ([], [])
         clock.stop()
         return Launched(plan.step_id, slots, sampled, prompt_scores, clock)
+
+    def _replay(self, graphs: StepGraphs, plan: StepPlan, captured: Captured, slots: Int32) -> list[Sampled]:
+        """A step by captured graphs. The tables hold what the plan says of requests that enter.
+
+        Args:
+            slots: of the rows to be sampled.
+        """
+        if self._sampler.only_draws(slots):
+            return [Sampled(graphs.launch(plan, captured), None, None, slots[:0], ())]
+        positions = (plan.start + plan.count)[plan.sample]
+        try:
+            row_slots, row_positions = upload_many([slots, positions], self._tables.device)
+            return [self._sample(graphs.compute(plan, captured).float(), slots, positions, row_slots, row_positions, plan.masks).to_host()]
+        except torch.OutOfMemoryError:
+            pass
+        return self._compute(plan)[0]
 
     def _seat(self, plan: StepPlan) -> None:
         self._state.leave(plan.free_slots)
@@ -155,21 +173,39 @@ class Runner:
         return first[0] + second[0], first[1] + second[1]
 
     def _compute_at_once(self, plan: StepPlan) -> tuple[list[Sampled], list[PromptScores]]:
-        batch = gather_inputs(plan, self._tables)
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch))
-        prompt_scores = self._score_prompts(plan, hidden)
-        slots = plan.slots[plan.sample]
-        return ([self._sample(plan, batch, hidden, slots).to_host()] if len(slots) else []), prompt_scores
-
-    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, slots: Int32) -> Sampled:
-        """Sample the rows that want it, and write the tokens where the next step reads them."""
-        ends = np.cumsum(plan.count, dtype=np.int32)
+        slots, ends = plan.slots[plan.sample], np.cumsum(plan.count, dtype=np.int32)
         positions = (plan.start + plan.count)[plan.sample]
         last, row_slots, row_positions = upload_many([ends[plan.sample] - 1, slots, positions], self._tables.device)
-        if len(slots) < batch.num_tokens:
+        # Of a prompt, only the last token's hidden state is read, unless its tokens are to be scored.
+        scored = bool(self._state.wants_prompt_logprobs[plan.slots].any())
+        wanted = last if len(slots) < plan.num_tokens and not scored else None
+        batch = gather_inputs(plan, self._tables, None if wanted is None else np.flatnonzero(plan.sample).astype(np.int32))
+        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
+        prompt_scores = self._score_prompts(plan, hidden) if scored else []
+        if not len(slots):
+            return [], prompt_scores
+        if scored:
             hidden = hidden.index_select(0, last)
         logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
-        sampled = self._sampler.sample(logits, slots, positions, plan.masks)
+        return [self._sample(logits, slots, positions, row_slots, row_positions, plan.masks).to_host()], prompt_scores
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        slots: Int32,
+        positions: Int32,
+        row_slots: torch.Tensor,
+        row_positions: torch.Tensor,
+        masks: TokenMasks | None,
+    ) -> Sampled:
+        """Sample, and write the tokens where the next step reads them.
+
+        Args:
+            logits: [sampled rows, vocab], see `Sampler.sample`.
+            slots, positions: [sampled rows]; `row_slots` and `row_positions` are the same on the device.
+            masks: the plan's.
+        """
+        sampled = self._sampler.sample(logits, slots, positions, masks)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
         return sampled
 

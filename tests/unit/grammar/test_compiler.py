@@ -21,17 +21,44 @@ WORDS = [b'{"', b'":', b'"}', b"true", b"name", b"</think>", b"caf\xc3\xa9"]
 VOCABULARY = Vocabulary([bytes([i]) for i in range(256)] + [b"<eos>", *WORDS, b"", b""], [EOS], [EOS])
 
 SCHEMAS: list[Any] = [
-    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
     {"type": "array", "items": {"enum": ["x", 3, None, {"k": []}]}, "minItems": 1, "maxItems": 3},
     {"anyOf": [{"type": "string", "pattern": "^[a-c]{2,4}$"}, {"type": "number", "minimum": -1, "maximum": 2}]},
     {"type": "string", "format": "date"},
     {"type": "string", "maxLength": 3, "format": "int32"},
-    {"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
-                                               "required": ["next"], "additionalProperties": False}}},  # fmt: skip
-    {"oneOf": [{"type": "object", "properties": {"kind": {"const": k}, k: {"type": "integer", "maximum": 9}}, "required": ["kind", k],
-                "additionalProperties": False} for k in ("p", "q")]},  # fmt: skip
-    {"type": "object", "properties": {"t": {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "items": False, "minItems": 2}},
-     "required": ["t"], "additionalProperties": False},  # fmt: skip
+    {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+                "required": ["next"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    {
+        "oneOf": [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": k}, k: {"type": "integer", "maximum": 9}},
+                "required": ["kind", k],
+                "additionalProperties": False,
+            }
+            for k in ("p", "q")
+        ]
+    },
+    {
+        "type": "object",
+        "properties": {"t": {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "items": False, "minItems": 2}},
+        "required": ["t"],
+        "additionalProperties": False,
+    },
     True,
 ]
 
