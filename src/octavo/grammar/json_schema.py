@@ -53,7 +53,7 @@ def prepared(schema: Any, *, closed: bool = False) -> Any:
             result[key] = {name: prepared(inner, closed=closed) for name, inner in value.items()}
         elif key in _LISTS or key in _SINGLE:
             result[key] = prepared(value, closed=closed)
-        elif key == "format" and value not in FORMATS:
+        elif key == "format" and not (isinstance(value, str) and value in FORMATS):
             continue
         else:
             result[key] = value

@@ -72,7 +72,7 @@ class _Writer:
             "triggered_tags": self.triggered,
             "tags_with_separator": self.separated,
         }
-        if not isinstance(node, dict) or node.get("type") not in kinds:
+        if not isinstance(node, dict) or node.get("type") not in list(kinds):
             self.refuse(path, f"type must be one of {', '.join(kinds)}")
         self._depth += 1
         if self._depth > MAX_DEPTH:

@@ -85,8 +85,8 @@ def _call_rules(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], special:
 
 
 def _object(schema: Any) -> Any:
-    """Arguments are an object, whether the schema says so or not."""
-    schema = prepared(schema)
+    """Arguments are an object, whether the schema says so or not, and have the properties that it names, unless it allows others."""
+    schema = prepared(schema, closed=True)
     if isinstance(schema, dict) and not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         return {"type": "object", **schema}
     return schema
