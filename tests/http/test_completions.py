@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,17 @@ import pytest
 from tests.support.http_server import RunningServer
 
 PATH = "/v1/completions"
+
+
+def test_a_stream_that_is_silent_for_long_is_kept_alive(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.frontend.http.sse.KEEP_ALIVE_SECONDS", 0.05)
+    server.script("", "hello world", delay=0.3)
+    with server.http.stream("POST", PATH, json={"prompt": "x", "stream": True, "max_tokens": 2}) as response:
+        raw = response.read().decode()
+    assert raw.startswith(": keep-alive\n\n")
+    assert raw.endswith("data: [DONE]\n\n")
+    events = [block for block in raw.split("\n\n") if block.startswith("data: {")]
+    assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events) == "hello world"
 
 
 def joined(events: list[dict[str, Any]], index: int = 0) -> str:

@@ -430,6 +430,10 @@ class AsyncLLM:
     def engine_pid(self) -> int | None:
         return self._client.engine_pid
 
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return [*self._live, *self._beams]
+
     def live_requests(self) -> int:
         return len(self._live) + len(self._beams)
 

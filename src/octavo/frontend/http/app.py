@@ -12,7 +12,19 @@ from octavo._version import __version__
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
 from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
-from octavo.frontend.http.routes import chat, completions, development, health, messages, models, observe, responses, tokens, unsupported
+from octavo.frontend.http.routes import (
+    abort,
+    chat,
+    completions,
+    development,
+    health,
+    messages,
+    models,
+    observe,
+    responses,
+    tokens,
+    unsupported,
+)
 from octavo.frontend.http.settings import ServerSettings
 from octavo.observe.metrics import Metrics
 
@@ -39,7 +51,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
         openapi_url="/openapi.json" if docs else None,
     )
     app.state.context = context
-    for area in (completions, chat, responses, messages, models, tokens, health, observe, unsupported):
+    for area in (completions, chat, responses, messages, abort, models, tokens, health, observe, unsupported):
         app.include_router(area.router)
     if not settings.disable_dashboard:
         app.include_router(observe.dashboard_router)

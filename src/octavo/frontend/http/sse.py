@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ logger = logging.getLogger("octavo.server")
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_SECONDS = 15.0
 
 encode = msgspec.json.Encoder().encode
 
@@ -87,6 +89,7 @@ class EventStream(Response):
         self._events = events
         self._close = close
         self._framing = framing
+        self._sent = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(scope, send))
@@ -101,9 +104,21 @@ class EventStream(Response):
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in guarded(self._events, scope, self._framing):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        keeping = asyncio.ensure_future(self._keep_alive(send))
+        try:
+            async for chunk in guarded(self._events, scope, self._framing):
+                self._sent = time.monotonic()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            await cancel(keeping)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """A comment, which clients pass over, whenever nothing was sent for a while: proxies cut connections that look idle."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if time.monotonic() - self._sent >= KEEP_ALIVE_SECONDS:
+                await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
 async def guarded(events: AsyncIterator[bytes], scope: Scope, framing: Framing = OPENAI) -> AsyncIterator[bytes]:
