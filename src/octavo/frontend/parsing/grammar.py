@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from octavo.frontend.parsing.formats import CallSyntax
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import ANY_TEXT, inline_json, json_options, literal
 
+_MARKER = re.compile(r"<[^>]*>|\[[A-Z_]+\]")
 MAX_CALLS = 64
 """Most calls of one reply that must have some: a model that is made to call might never stop."""
 
@@ -29,7 +31,7 @@ def optional_calls(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], speci
     """A grammar of free text in which whatever begins like a call is a valid one."""
     rules = _call_rules(syntax, tools, special)
     opening = syntax.begin or syntax.before
-    if opening.startswith("{") or opening.startswith("["):
+    if opening[0] == "{" or opening == "[":
         # Without a marker, a reply is calls or it is text, and its first character tells.
         free = r"FREE: /([^{\[\s](.|\n)*)?/"
         return "\n".join([f"start: {_some(syntax, special, most)} | FREE", free, *rules])
@@ -51,8 +53,8 @@ def _trigger(opening: str, special: Mapping[str, int]) -> str:
     at = min((name for name in special if opening.startswith(name)), key=len, default=None)
     if at is not None:
         return at
-    end = opening.find(">")
-    return opening[: end + 1] if end >= 0 else opening
+    marker = _MARKER.match(opening)
+    return marker.group() if marker is not None else opening
 
 
 def _after_trigger(syntax: CallSyntax, rest: str, special: Mapping[str, int]) -> str:
