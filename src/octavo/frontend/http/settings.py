@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from octavo.config.args import setting
 from octavo.errors import ConfigError
+from octavo.frontend.parsing.formats import ALIASES, REASONING_ALIASES, REASONING_FORMATS, TOOL_FORMATS, known_names
 
+TOOL_PARSERS = known_names(TOOL_FORMATS, ALIASES)
+REASONING_PARSERS = known_names(REASONING_FORMATS, REASONING_ALIASES)
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
 
 
@@ -86,10 +89,20 @@ class ServerSettings:
         True, "usage.prompt_tokens_details.cached_tokens: how much of the prompt the prefix cache held.", group="replies"
     )
     return_tokens_as_token_ids: bool = setting(False, "Logprobs name tokens as token_id:123.", group="replies")
-    enable_auto_tool_choice: bool = setting(False, "Let the model call tools.", group="replies", status="not yet")
-    tool_call_parser: str | None = setting(None, "How the model writes tool calls.", group="replies", status="not yet")
+    enable_auto_tool_choice: bool = setting(False, "Tools are always on; accepted and ignored.", group="replies", status="ignored")
+    tool_call_parser: str | None = setting(
+        None,
+        "How the model writes tool calls (hermes, llama3_json, pythonic, mistral, granite, deepseek_v3, deepseek_v31, qwen3_coder, openai, "
+        "json). Default: what the chat template shows; none leaves them in the text.",
+        group="replies",
+    )
     tool_parser_plugin: str = setting("", "File with a tool parser.", group="replies", status="not yet")
-    reasoning_parser: str | None = setting(None, "How the model marks its reasoning.", group="replies", status="not yet")
+    reasoning_parser: str | None = setting(
+        None,
+        "How the model marks its reasoning (think, deepseek_r1, mistral, granite, seed_oss, openai_gptoss). Default: what the chat template "
+        "shows; none leaves it in the text.",
+        group="replies",
+    )
     lora_modules: list[str] | None = setting(None, "LoRA adapters: name=path.", group="replies", status="not yet")
 
     # Logs
@@ -127,6 +140,9 @@ class ServerSettings:
         for name, allowed in (("uvicorn_log_level", LOG_LEVELS), ("log_format", ("text", "json"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        for name, names in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if (value := getattr(self, name)) is not None and value not in names:
+                raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}.")
         if self.api_key is not None and any(not key for key in self.api_key):
             raise ConfigError("An API key must not be empty.")
 

@@ -18,6 +18,7 @@ from octavo.frontend.http.prompts import check_token_ids, encode_prompts, prompt
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
 from octavo.frontend.http.schemas import CompletionRequest, body_schema
 from octavo.frontend.http.sse import EventStream
+from octavo.frontend.http.structured import wish_of
 from octavo.frontend.http.tracking import RequestTracker
 
 router = APIRouter()
@@ -60,12 +61,14 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
         raise InvalidRequest(f"logprobs must be non-negative, got {body.logprobs}.", param="logprobs")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_only = bool(body.echo) and max_tokens == 0
+    wish = wish_of(body)
     params = sampling_params(
         body,
         ctx.llm.default_sampling_params,
         max_tokens=1 if prompt_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        structured_outputs=await wish.check(ctx.llm) if wish is not None and not prompt_only else None,
     )
     if prompt_only:
         # The prompt is scored once, for all n choices; the one token made on the way is thrown away.

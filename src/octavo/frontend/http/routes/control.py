@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest
+from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import ServerContext, context_of, json_response, request_id
 from octavo.frontend.http.prompts import EncodedPrompt
-from octavo.frontend.http.routes.chat import plan_chat
 from octavo.frontend.http.routes.completions import plan_completion
 from octavo.frontend.http.schemas import AbortRequest, ChatRequest, CompletionRequest, body_schema
 from octavo.protocol.params import SamplingParams

@@ -11,13 +11,13 @@ from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatWriter
+from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import client_of, context_of, json_response, request_id
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import ClientGone, describe, is_expected
 from octavo.frontend.http.generation import answer
 from octavo.frontend.http.messages.request import OUR_NAME, CountTokensRequest, MessagesRequest, chat_request
 from octavo.frontend.http.messages.writer import STYLE, MessageOptions, MessagesWriter, error_body
-from octavo.frontend.http.routes.chat import plan_chat
 from octavo.frontend.http.schemas import body_schema
 from octavo.frontend.http.tracking import RequestTracker
 

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.chat import ChatWriter
+from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, owner_of, request_id
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import NotFound, is_expected, short_repr
@@ -20,7 +21,6 @@ from octavo.frontend.http.responses.items import Item, input_items, messages, ne
 from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest, ResponsesRequest, chat_request, check_request
 from octavo.frontend.http.responses.store import StoredResponse
 from octavo.frontend.http.responses.writer import ResponsePlan, ResponsesWriter
-from octavo.frontend.http.routes.chat import plan_chat
 from octavo.frontend.http.schemas import ChatRequest, body_schema
 from octavo.frontend.http.sse import StreamStyle, cancel, unless_gone
 from octavo.frontend.http.tracking import RequestTracker
