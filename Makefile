@@ -29,7 +29,7 @@ help:
 
 # The stamps hold when the environment matches pyproject.toml, so that a second run starts at once.
 $(VENV)/.serve: pyproject.toml scripts/bootstrap.py
-	@python3 scripts/bootstrap.py --venv $(VENV)
+	@python3 scripts/bootstrap.py --venv $(VENV) --extra structured
 	@touch $@
 
 $(VENV)/.test: pyproject.toml scripts/bootstrap.py

@@ -25,8 +25,9 @@ LAYERS: dict[str, set[str]] = {
     "protocol": {"config", "errors"},
     "checkpoint": LEAVES,
     "observe": LEAVES,
-    "frontend": LEAVES | {"checkpoint", "observe"},
-    "core": LEAVES | {"executor"},
+    "grammar": LEAVES,
+    "frontend": LEAVES | {"checkpoint", "grammar", "observe"},
+    "core": LEAVES | {"executor", "grammar"},
     "executor": LEAVES,
     "ops": LEAVES | {"layers"},
     "quantization": LEAVES | {"ops"},
@@ -43,7 +44,7 @@ LAYERS: dict[str, set[str]] = {
 }
 """What each package may import besides itself."""
 
-TORCH_FREE = ("checkpoint", "config", "core", "errors", "executor", "frontend", "observe", "protocol")
+TORCH_FREE = ("checkpoint", "config", "core", "errors", "executor", "frontend", "grammar", "observe", "protocol")
 
 
 def modules() -> Iterator[tuple[Path, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import openai
+import pydantic
 import pytest
 
 from tests.support.http_server import RunningServer, wait_until
@@ -109,3 +110,36 @@ def test_errors_become_exceptions(client: openai.OpenAI, server: RunningServer) 
     server.script("breaks", "hello world", fail_at=1, delay=0.01)
     with pytest.raises(openai.APIError):
         list(client.completions.create(model="tiny", prompt="breaks", stream=True))
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+class weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+def test_parse_with_a_pydantic_model(client: openai.OpenAI, server: RunningServer) -> None:
+    server.script("person", '{"name": "Ann", "age": 30}')
+    reply = client.chat.completions.parse(model="tiny", messages=[{"role": "user", "content": "person"}], response_format=Person)
+    assert reply.choices[0].message.parsed == Person(name="Ann", age=30)
+
+
+def test_tools(client: openai.OpenAI, server: RunningServer) -> None:
+    server.script("weather?", CALL)
+    messages = [{"role": "user", "content": "weather?"}]
+    tools = [openai.pydantic_function_tool(weather)]
+    reply = client.chat.completions.parse(model="tiny", messages=messages, tools=tools)
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert reply.choices[0].message.tool_calls[0].function.parsed_arguments == weather(city="Paris")  # type: ignore[index]
+    with client.chat.completions.stream(model="tiny", messages=messages, tools=tools) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        assert [(event.name, event.parsed_arguments) for event in done] == [("weather", weather(city="Paris"))]
+        assert stream.get_final_completion().choices[0].finish_reason == "tool_calls"

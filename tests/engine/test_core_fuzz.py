@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from octavo.protocol.engine import FinishReason
-from octavo.protocol.params import SamplingParams
+from octavo.protocol.params import OutputConstraint, SamplingParams
 from octavo.protocol.step import StepPlan
 from tests.support.core_engine import EOS, Engine
 from tests.support.fake_worker import FakeWorker, expected_tokens
@@ -211,7 +211,7 @@ class Traffic:
         if add.resume and add.n == 1:
             outputs = expected_tokens(prompt, SamplingParams(**sampling), eos=[EOS], limit=MAX_MODEL_LEN)[: add.resume]
         if add.structured:
-            sampling["structured_outputs"] = {"regex": "x"}
+            sampling["constrained"] = True
         self.submit(
             request_id, prompt, outputs, sampling, hold=add.hold, priority=add.priority, fair_key=add.fair_key, extra_key=add.extra_key
         )
@@ -220,15 +220,14 @@ class Traffic:
         self.ids.append(request_id)
         if options.get("hold"):
             self.holding.append(request_id)
-        structured = sampling.pop("structured_outputs", None)
+        constrained = sampling.pop("constrained", False)
         params = SamplingParams(**sampling)
         for index in range(params.n):
             tokens = expected_tokens(prompt, params, index=index, eos=[EOS], limit=MAX_MODEL_LEN)
             self.expected[request_id, index] = Expected(prompt, tokens[len(outputs) :])
-        if structured:
-            from octavo.protocol.params import StructuredOutputsParams
-
-            sampling["structured_outputs"] = StructuredOutputsParams(**structured)
+        if constrained:
+            # Reasoning that nothing ends: never more than one step in flight, and every token is allowed.
+            sampling["constraint"] = OutputConstraint(reasoning_end_ids=[2**31 - 1])
         self.engine.add(request_id, prompt, output_token_ids=outputs, **sampling, **options)
 
     def abort(self, abort: Abort) -> None:

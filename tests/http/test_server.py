@@ -278,3 +278,27 @@ def test_tls(long_checkpoint: Path, tmp_path: Path) -> None:
         assert server.wait() == 1
         assert "TLS" in server.log.splitlines()[-1]
         assert "Traceback" not in server.log
+
+
+def test_a_batch_survives_a_killed_server(long_checkpoint: Path, tmp_path: Path) -> None:
+    engine = scripted_engine(long_checkpoint, tmp_path, {**SLOW, "step_delay_ms": 20}, max_num_seqs=4)
+    state = str(tmp_path / "state")
+    lines = [json.dumps({"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"prompt": f"p{i}"}}) for i in range(40)]
+    with server_process(tmp_path, engine, state_dir=state, batch_concurrency=2) as server:
+        server.wait_ready()
+        file = server.http.post("/v1/files", files={"file": ("in.jsonl", "\n".join(lines))}, data={"purpose": "batch"}).json()
+        batch = server.http.post("/v1/batches", json={"input_file_id": file["id"], "endpoint": "/v1/completions"}).json()
+        path = f"/v1/batches/{batch['id']}"
+        output = Path(state) / "files" / f"file-output-{batch['id'].removeprefix('batch_')}"
+        assert wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3)
+        server.signal(signal.SIGKILL)
+        server.wait()
+    answered = output.read_bytes().count(b"\n")
+    assert 3 <= answered < 40
+    with server_process(tmp_path, engine, state_dir=state, batch_concurrency=2) as server:
+        server.wait_ready()
+        assert wait_until(lambda: server.http.get(path).json()["status"] == "completed", 20)
+        done = server.http.get(path).json()
+        assert done["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+        rows = [json.loads(line) for line in server.http.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()]
+        assert sorted(row["custom_id"] for row in rows) == sorted(str(i) for i in range(40))

@@ -19,7 +19,7 @@ from octavo.core.kv.manager import KVManager
 from octavo.core.kv.prefix_tree import IN_USE
 from octavo.core.loop import EngineCore
 from octavo.core.request import RequestState
-from octavo.protocol.engine import AbortRequests, FinishReason, LogprobRow, NewRequest, ReleaseHeld, RequestTimes, TokenDelta
+from octavo.protocol.engine import AbortRequests, FinishReason, LogprobRow, NewRequest, ReleaseHeld, RequestTimes, TokenDelta, Vocabulary
 from octavo.protocol.params import SamplingParams
 from tests.support.fake_worker import FakeWorker
 
@@ -92,6 +92,7 @@ class Engine:
         config.setdefault("max_num_seqs", self.worker.max_num_seqs)
         config.setdefault("max_model_len", self.worker.max_model_len)
         self.core = EngineCore(core_config(**config), self.worker)
+        self.core.set_vocabulary(Vocabulary([b"x"] * 64, [], [EOS]))
         self.seen: dict[tuple[str, int], Sequence] = {}
 
     def add(self, request_id: str, prompt: list[int], **options: Any) -> NewRequest:

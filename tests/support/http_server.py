@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.http.app import build_app
@@ -31,6 +32,7 @@ class RunningServer:
     llm: AsyncLLM
     fake: FakeClient
     loop: asyncio.AbstractEventLoop
+    app: FastAPI
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,9 +106,11 @@ def running_server(
         port = sock.getsockname()[1]
         loop = asyncio.get_running_loop()
         stop.append(lambda: setattr(server, "should_exit", True))
-        ready.append(RunningServer(f"http://127.0.0.1:{port}", port, llm, llm.fake, loop))  # type: ignore[attr-defined]
+        ready.append(RunningServer(f"http://127.0.0.1:{port}", port, llm, llm.fake, loop, app))  # type: ignore[attr-defined]
+        app.state.context.batches.start()
         started.set()
         await server.serve(sockets=[sock])
+        await app.state.context.close()
         await llm.shutdown()
 
     def run() -> None:

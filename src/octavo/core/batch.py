@@ -116,7 +116,7 @@ class Batch:
             return
         request.slot = -1
         self.requests[slot] = None
-        self.running[slot] = self.live[slot] = False
+        self.running[slot] = self.live[slot] = self.synchronous[slot] = False
         self.known[slot] = self.scheduled[slot] = 0
         self._free.append(slot)
         self._left.append(slot)

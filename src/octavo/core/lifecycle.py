@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass, field
 
 from octavo.core.batch import Batch
+from octavo.core.constraint import Constraints
 from octavo.core.kv.manager import BlockRun, KVManager
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Family, Request, RequestState, expand
@@ -56,6 +57,7 @@ class Lifecycle:
     queue: WaitingQueue
     policy: Policy
     max_model_len: int
+    constraints: Constraints = field(default_factory=Constraints)
     counters: Counters = field(default_factory=Counters)
     output_length: OutputLength = field(default_factory=OutputLength)
     outbox: list[TokenDelta] = field(default_factory=list)
@@ -120,7 +122,37 @@ class Lifecycle:
                 follower.forks = True
         if new.output_token_ids and self._ended_already(siblings[0]):
             return
-        self.queue.push(siblings[0])
+        if siblings[0].synchronous:
+            self._park(siblings)
+        else:
+            self.queue.push(siblings[0])
+
+    def _park(self, siblings: list[Request]) -> None:
+        """Requests that wait for their grammar; `unpark` queues them."""
+        try:
+            self.constraints.park(siblings)
+        except Exception as error:
+            self._refuse_all(siblings, str(error))
+
+    def unpark(self, *, wait: bool) -> None:
+        """Queue requests whose grammar is ready by now.
+
+        Args:
+            wait: for a moment, if none is.
+        """
+        if not self.constraints.num_parked:
+            return
+        for siblings, problem in self.constraints.ready(wait=wait):
+            if problem:
+                self._refuse_all(siblings, problem)
+                continue
+            first = siblings[0].family.leader if siblings[0].family is not None else siblings[0]
+            if first is not None and first.state is RequestState.WAITING and not first.queued:
+                self.queue.push(first)
+
+    def _refuse_all(self, siblings: list[Request], problem: str) -> None:
+        for request in reversed(siblings):  # the leader last: nobody takes over from it then
+            self.fail(request, problem)
 
     def _refusal(self, new: NewRequest) -> str | None:
         """Why `new` cannot be served, in one sentence; None when it can."""
@@ -234,7 +266,8 @@ class Lifecycle:
             family.leader = family.followers.pop(0)
             family.leader.forks = False
             family.unforked -= 1
-            self.queue.push(family.leader)
+            if family.leader.constraint is not None or not family.leader.synchronous:
+                self.queue.push(family.leader)
 
     # Ends
 

@@ -18,7 +18,7 @@ from octavo.core.policy import WaitingQueue, make_policy
 from octavo.core.scheduler import Scheduler, plan_pairs
 from octavo.core.settle import Flight, Settler
 from octavo.executor.base import Executor
-from octavo.protocol.engine import AbortRequests, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta
+from octavo.protocol.engine import AbortRequests, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta, Vocabulary
 from octavo.protocol.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,10 @@ class EngineCore:
         for request_id in message.request_ids:
             self.life.abort(request_id, message.index)
 
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for. Must come before the first request with an output constraint."""
+        self.life.constraints.set_vocabulary(vocabulary)
+
     def release(self, message: ReleaseHeld) -> None:
         """Let go of the blocks of held requests."""
         for request_id in message.request_ids:
@@ -82,24 +86,37 @@ class EngineCore:
             return False
 
     def shutdown(self) -> None:
+        self.life.constraints.close()
         self.executor.shutdown()
 
     # The turn
 
     def step(self) -> StepOutputs:
         """One turn: launch a step if there is one to launch, settle at most one."""
+        deltas: list[TokenDelta] = []
+        while self._flights and self._next_waits():
+            deltas += self._settle()
+        self.life.unpark(wait=not self._flights and self.life.num_live == self.life.constraints.num_parked)
         now = time.monotonic()
         plan = self._plan(now)
         if plan is not None:
             self._launch(plan, now)
-        deltas: list[TokenDelta] = []
         if self._flights and (plan is None or len(self._flights) > self.inflight):
-            deltas = self._settle()
+            deltas += self._settle()
         self._watch(plan is not None)
         if self.life.outbox:
             deltas = [*deltas, *self.life.outbox]
             self.life.outbox.clear()
         return StepOutputs(deltas, self.stats())
+
+    def _next_waits(self) -> bool:
+        """Whether a request in flight can only go on once its token is known (its constraint needs it).
+
+        Then the step in flight is settled before the next is planned. Planning without that request would keep the device busy, but
+        give it a token in every second step only; what is lost instead is the overlap of planning with computing.
+        """
+        batch = self.batch
+        return bool((batch.synchronous & batch.live & (batch.in_flight > 0)).any())
 
     def _plan(self, now: float) -> StepPlan | None:
         if not self.life.num_live:
@@ -161,7 +178,7 @@ class EngineCore:
 
     def _watch(self, planned: bool) -> None:
         """Work that can never be scheduled would spin for ever: after a few turns, give up the request at its head."""
-        if planned or self._flights or not self.life.num_live:
+        if planned or self._flights or not self.life.num_live or self.life.constraints.num_parked:
             self._idle_turns = 0
             return
         self._idle_turns += 1

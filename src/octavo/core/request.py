@@ -12,6 +12,7 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+from octavo.core.constraint import Constraint
 from octavo.core.kv.manager import BlockRun
 from octavo.protocol.engine import LogprobRow, NewRequest, RequestTimes
 from octavo.protocol.params import SamplingParams
@@ -81,6 +82,8 @@ class Request:
     """Tokens that had KV when it last lost its slot."""
     cached: int = -1
     """Prompt tokens found in the prefix cache at the first admission."""
+    constraint: Constraint | None = None
+    """What it may say; set, if it wants one, before it is queued."""
     prompt_rows: list[LogprobRow] = field(default_factory=list)
     delivered: bool = False
     """Its first delta has gone out."""
@@ -144,7 +147,7 @@ def expand(new: NewRequest, max_total: int, first_order: int) -> list[Request]:
             extra_key=new.extra_key,
             parent_id=new.parent_id,
             hold=new.hold,
-            synchronous=sampling.structured_outputs is not None,
+            synchronous=sampling.constraint is not None,
         )
         for i in range(sampling.n)
     ]

@@ -29,7 +29,7 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
 from octavo.core.step_time import StepTimeModel, chunk_pairs
-from octavo.protocol.step import Int32, SlotInit, StepPlan
+from octavo.protocol.step import Int32, SlotInit, StepPlan, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -445,6 +445,7 @@ class Scheduler:
             slots, start = np.concatenate([slots, more[:, 0]]), np.concatenate([start, more[:, 1]])
             count, sample = np.concatenate([count, more[:, 2]]), np.concatenate([sample, samples])
         batch.in_flight[slots] += 1
+        constrained = slots[sample & batch.synchronous[slots]] if batch.synchronous.any() else slots[:0]
         table_slots, table_index, table_blocks = draft.table_diffs()
         copy_src, copy_dst = np.array(draft.copies, np.int32).T.copy() if draft.copies else np.empty((2, 0), np.int32)
         return StepPlan(
@@ -462,7 +463,16 @@ class Scheduler:
             copy_dst=copy_dst,
             num_tokens=int(count.sum()),
             max_context=int((start + count).max()),
+            masks=self._masks(constrained.astype(np.int32)) if len(constrained) else None,
         )
+
+    def _masks(self, slots: Int32) -> TokenMasks:
+        """What the constrained rows of the plan may sample. A request whose constraint fails ends with an error."""
+        requests = [self.batch.occupant(slot) for slot in slots.tolist()]
+        masks, problems = self.life.constraints.masks(slots, requests)
+        for row, problem in problems.items():
+            self.life.fail(requests[row], problem)
+        return masks
 
 
 def plan_pairs(plan: StepPlan) -> float:

@@ -143,6 +143,11 @@ class Settler:
                     deltas[row_of[slot]].logprobs = rows
 
         ended, stopped = self._ends(slots, tokens)
+        constrained = self.batch.synchronous[slots]
+        if constrained.any():
+            for row in np.flatnonzero(constrained).tolist():
+                if self._constrain(owners[row], ids[row]):
+                    ended[row] = stopped[row] = True
         fresh = batch.fresh[slots]
         special = ended | fresh
         if special.any():
@@ -152,6 +157,18 @@ class Settler:
                 if ended[row]:
                     self._last(owners[row], deltas[row], bool(stopped[row]), now)
         return deltas
+
+    def _constrain(self, request: Request, token: int) -> bool:
+        """Move a request's constraint on by its token. True: its output is complete. What it cannot follow ends it with an error."""
+        constraint = request.constraint
+        if constraint is None:
+            return False
+        try:
+            constraint.accept(token)
+        except Exception as error:
+            self.life.fail(request, f"{error}")
+            return False
+        return constraint.finished
 
     def _ends(self, slots: Slots, tokens: Int32) -> tuple[Bool, Bool]:
         """(rows that end here, rows that end because of their token)."""

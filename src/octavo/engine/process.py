@@ -45,6 +45,7 @@ from octavo.protocol.engine import (
     StepOutputs,
     ToEngine,
     TokenDelta,
+    Vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ def _handle(engine: EngineCore, mailbox: Mailbox, message: ToEngine) -> None:
         except Exception as e:
             logger.exception("Request %s could not be added", message.request_id)
             mailbox.send(StepOutputs(deltas=_failed(message.request_id, message.index, message.sampling.n, str(e))))
+    elif isinstance(message, Vocabulary):
+        engine.set_vocabulary(message)
     elif isinstance(message, AbortRequests):
         engine.abort(message)
     elif isinstance(message, ReleaseHeld):

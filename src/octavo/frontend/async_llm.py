@@ -27,8 +27,8 @@ from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt, parse_prompt
 from octavo.frontend.request_state import RequestState
 from octavo.protocol.boot import DEFAULT_BUILDER
-from octavo.protocol.engine import EngineReady, EngineStats
-from octavo.protocol.params import BeamSearchParams, SamplingParams
+from octavo.protocol.engine import EngineReady, EngineStats, Vocabulary
+from octavo.protocol.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from octavo.checkpoint.types import Checkpoint
@@ -81,6 +81,9 @@ class RequestStream:
 
     async def __anext__(self) -> RequestOutput:
         while True:
+            # A take hands out all there is: until there is news again, looking would be in vain.
+            if not self._news.is_set() and not self._state.finished:
+                await self._news.wait()
             self._news.clear()
             if (failure := self._state.failure()) is not None:
                 self._abort()
@@ -89,7 +92,6 @@ class RequestStream:
                 return output
             if self._state.finished:
                 raise StopAsyncIteration
-            await self._news.wait()
 
     async def final(self) -> RequestOutput:
         """The last output (all of the request unless output_kind is DELTA). Cancelling this aborts the request."""
@@ -131,6 +133,8 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._client = client
         self._processor = InputProcessor(launch.config, tokenizer)
+        self._client.vocabulary = self._processor.vocabulary
+        self._vocabulary_task: asyncio.Future[Vocabulary] | None = None
         self._live: dict[str, RequestState] = {}
         self._beams: dict[str, Collector | None] = {}
         """Running beam searches, by request id, with the turn they wait for."""
@@ -250,6 +254,7 @@ class AsyncLLM:
             request_id = uuid.uuid4().hex
         self._check_unused(request_id)
         prompt = await self._tokenize_long(prompt, sampling_params, add_special_tokens, truncate_prompt_tokens)
+        await self._prepare_constraint(sampling_params)
         prepared = self._processor.prepare(
             prompt,
             sampling_params,
@@ -356,6 +361,27 @@ class AsyncLLM:
         ids = await asyncio.to_thread(self._tokenizer.encode, parsed.text, add_special_tokens=add_special_tokens)
         return {"prompt": parsed.text, "prompt_token_ids": ids, "cache_salt": parsed.cache_salt}
 
+    async def check_structured_outputs(self, params: StructuredOutputsParams) -> None:
+        """Check a grammar or schema without waiting for it on the event loop; requests with it then pass at once.
+
+        Raises:
+            InvalidRequest: it cannot be used; for a schema the message has the path.
+            NotYet: the grammar engine is not installed.
+        """
+        await self._processor.grammars.prepare(params)
+
+    async def _prepare_constraint(self, params: SamplingParams) -> None:
+        """Do in threads what a constrained request needs and what takes long the first time."""
+        wish = params.structured_outputs
+        if wish is None and params.thinking_token_budget is None:
+            return
+        if isinstance(wish, StructuredOutputsParams):
+            await self._processor.grammars.prepare(wish)
+        if self._tokenizer is not None:
+            if self._vocabulary_task is None:
+                self._vocabulary_task = asyncio.ensure_future(asyncio.to_thread(self._processor.vocabulary))
+            await asyncio.shield(self._vocabulary_task)
+
     def _abort_state(self, state: RequestState) -> None:
         if not state.finished:
             self._client.abort(state.engine_id)
@@ -405,6 +431,10 @@ class AsyncLLM:
     @property
     def engine_pid(self) -> int | None:
         return self._client.engine_pid
+
+    def request_ids(self) -> list[str]:
+        """Of the requests that have not ended."""
+        return [*self._live, *self._beams]
 
     def live_requests(self) -> int:
         return len(self._live) + len(self._beams)

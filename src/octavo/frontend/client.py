@@ -12,7 +12,7 @@ from typing import Protocol
 
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, OctavoError
-from octavo.protocol.engine import AbortRequests, EngineReady, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta
+from octavo.protocol.engine import AbortRequests, EngineReady, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta, Vocabulary
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total) while the engine loads."""
@@ -57,6 +57,8 @@ class Core(Protocol):
 
     def has_work(self) -> bool: ...
 
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None: ...
+
     def step(self) -> StepOutputs: ...
 
     def stats(self) -> EngineStats: ...
@@ -78,6 +80,9 @@ class InProcessClient:
         self.ready_report: EngineReady = ready
         self._sinks: dict[str, Sink] = {}
         self._siblings: dict[str, set[int]] = {}
+        self.vocabulary: Callable[[], Vocabulary] | None = None
+        """What the core must know of the tokens before the first constrained request."""
+        self._knows_vocabulary = False
 
     @property
     def core(self) -> Core:
@@ -86,6 +91,9 @@ class InProcessClient:
         return self._core
 
     def add(self, request: NewRequest, sink: Sink) -> None:
+        if request.sampling.constraint is not None and not self._knows_vocabulary and self.vocabulary is not None:
+            self.core.set_vocabulary(self.vocabulary())
+            self._knows_vocabulary = True
         self._sinks[request.request_id] = sink
         self._siblings[request.request_id] = set(range(request.index, request.index + request.sampling.n))
         try:

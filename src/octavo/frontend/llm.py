@@ -69,6 +69,7 @@ class LLM:
         self._client = InProcessClient(launch.config, progress or _no_progress)
         self._defaults = launch.default_sampling_params
         self._processor = InputProcessor(launch.config, self._tokenizer, self._client.ready_report.max_model_len)
+        self._client.vocabulary = self._processor.vocabulary
         self._ids = itertools.count()
         self._lock = threading.RLock()
 

@@ -41,6 +41,7 @@ from octavo.protocol.engine import (
     Shutdown,
     StepOutputs,
     TokenDelta,
+    Vocabulary,
 )
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,9 @@ class ProcessClient:
         self._progress: Progress | None = None
         self.on_stats: Callable[[EngineStats], None] | None = None
         """Called with every new snapshot."""
+        self.vocabulary: Callable[[], Vocabulary] | None = None
+        """What an engine must know of the tokens before its first constrained request."""
+        self._told_vocabulary: EngineProcess | None = None
         self.restarts = 0
         """Restarts since the start, for metrics."""
 
@@ -229,6 +233,10 @@ class ProcessClient:
         assert self._process is not None
         live.in_flight = True
         live.progress = 0
+        constrained = live.request.sampling.constraint is not None
+        if constrained and self.vocabulary is not None and self._told_vocabulary is not self._process:
+            self._told_vocabulary = self._process
+            self._process.send(self.vocabulary())
         for message in live.messages():
             self._process.send(message)
 

@@ -21,8 +21,9 @@ from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, NotYet
 from octavo.frontend.prompts import ParsedPrompt, Prompt, parse_prompt
-from octavo.protocol.engine import NewRequest
-from octavo.protocol.params import NOT_YET, RequestOutputKind, SamplingParams
+from octavo.frontend.structured import GrammarDoor, constraint_of, engine_vocabulary
+from octavo.protocol.engine import NewRequest, Vocabulary
+from octavo.protocol.params import NOT_YET, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from octavo.checkpoint.types import Checkpoint
@@ -66,6 +67,8 @@ class InputProcessor:
         self._model = config.model
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len or config.model.max_model_len
+        self.grammars = GrammarDoor()
+        self._vocabulary: Vocabulary | None = None
         self._serial = itertools.count()
         self._seeds = random.Random(config.model.seed)
 
@@ -141,8 +144,7 @@ class InputProcessor:
             raise InvalidRequest(
                 f"output_kind must be CUMULATIVE, DELTA or FINAL_ONLY, got {sampling.output_kind!r}.", param="output_kind"
             ) from None
-        if sampling.structured_outputs is not None:
-            raise NotYet("structured_outputs: Octavo does not constrain outputs to a grammar or schema yet. Leave it out.")
+        self._constrain(sampling)
         for name in NOT_YET:
             if getattr(sampling, name):
                 raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.")
@@ -167,6 +169,32 @@ class InputProcessor:
             sampling.bad_words_token_ids = self._bad_words(self._tokenizer, sampling.bad_words)
         self._check_something_is_allowed(sampling)
         return sampling
+
+    def _constrain(self, sampling: SamplingParams) -> None:
+        wish = sampling.structured_outputs
+        if wish is not None and not isinstance(wish, StructuredOutputsParams):
+            raise InvalidRequest(
+                f"structured_outputs must be StructuredOutputsParams, got {type(wish).__name__}.", param="structured_outputs"
+            )
+        sampling.constraint = constraint_of(sampling, self.grammars)
+        if sampling.constraint is None:
+            return
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "structured_outputs needs a tokenizer, and this engine runs with skip_tokenizer_init.", param="structured_outputs"
+            )
+        if not self._model.eos_token_ids and self._tokenizer.eos_token_id is None:
+            raise InvalidRequest(
+                "structured_outputs needs a model with a token that ends the output; this one names none.", param="structured_outputs"
+            )
+        sampling.structured_outputs = None  # the constraint says it all
+
+    def vocabulary(self) -> Vocabulary:
+        """What the engine must know before it gets a constrained request; made once."""
+        if self._vocabulary is None:
+            assert self._tokenizer is not None
+            self._vocabulary = engine_vocabulary(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
+        return self._vocabulary
 
     def _check_something_is_allowed(self, sampling: SamplingParams) -> None:
         """Refuse parameters that together forbid every token: there would be nothing to sample from."""

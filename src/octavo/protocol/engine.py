@@ -56,6 +56,19 @@ class NewRequest(msgspec.Struct, tag="new", array_like=False, omit_defaults=True
     """Keep this request's blocks after it ends, until `ReleaseHeld`, so that children can fork from it (beam search)."""
 
 
+class Vocabulary(msgspec.Struct, tag="vocabulary"):
+    """What tokens stand for: sent once to each engine, before the first request with a grammar."""
+
+    tokens: list[bytes]
+    """By id; empty for ids without text."""
+    special: list[int]
+    """Ids of control tokens: they are not text."""
+    eos: list[int]
+    """At least one."""
+    tokenizer_json: str = ""
+    """How text is split, as the `tokenizers` library writes it; empty when that is not known."""
+
+
 class AbortRequests(msgspec.Struct, tag="abort"):
     """End requests (or, with `index`, one sibling of each). Unknown ids are ignored: they have ended already."""
 
@@ -81,7 +94,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     pass
 
 
-ToEngine = NewRequest | AbortRequests | ReleaseHeld | ResetPrefixCache | Ping | Shutdown
+ToEngine = NewRequest | Vocabulary | AbortRequests | ReleaseHeld | ResetPrefixCache | Ping | Shutdown
 
 
 class LogprobRow(msgspec.Struct, array_like=True, gc=False):

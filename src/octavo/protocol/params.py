@@ -38,6 +38,25 @@ class RequestOutputKind(enum.IntEnum):
     FINAL_ONLY = 2
 
 
+class OutputConstraint(msgspec.Struct, omit_defaults=True):
+    """What a sequence may say, as the engine core enforces it. Made by the frontend from what a request asks for.
+
+    A model that reasons first is free to do so: the grammar holds from the end of its reasoning on.
+    """
+
+    grammar: str = ""
+    """Grammar text for `octavo.grammar`; empty for none."""
+    reasoning_start_ids: list[int] = []
+    """The token that opens the reasoning, when the model decides whether to reason. Empty: it does so from its first token on
+    if there is a `reasoning_end_ids`."""
+    reasoning_end_ids: list[int] = []
+    """The run of tokens that ends the reasoning; empty when there is none to wait for."""
+    reasoning_budget: int | None = None
+    """Most tokens of reasoning."""
+    reasoning_stop_ids: list[int] = []
+    """What is written when the budget is used up; ends with `reasoning_end_ids`."""
+
+
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """Exactly one of json, regex, choice, grammar, json_object, structural_tag constrains the output."""
 
@@ -46,7 +65,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -92,7 +111,7 @@ def _token_ids(name: str, value: Any) -> list[int]:
 
 
 _SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
-NOT_YET = ("flat_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "thinking_token_budget", "repetition_detection")
+NOT_YET = ("flat_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "repetition_detection")
 """Fields that are here for their names only."""
 
 
@@ -135,16 +154,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
     bad_words: list[str] | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
 
     # Known by name, not there yet: the door refuses any value but the default.
     flat_logprobs: bool = False
     prompt_logprob_token_ids: list[int] | None = None
     prompt_logprob_start: int | None = None
-    thinking_token_budget: int | None = None
     repetition_detection: Any = None
 
     # Filled in by the frontend, never by a user.
     bad_words_token_ids: list[list[int]] | None = None
+    constraint: OutputConstraint | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -165,7 +185,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             setattr(self, name, _integer(name, getattr(self, name)))
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
             setattr(self, name, _number(name, getattr(self, name)))
-        for name in ("max_tokens", "seed", "stream_interval"):
+        for name in ("max_tokens", "seed", "stream_interval", "thinking_token_budget"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, _integer(name, value))
         for name in _SWITCHES:
@@ -228,6 +248,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         require(self.logprobs is None or self.logprobs >= -1, "logprobs", "must be non-negative, or -1 for all")
         require(self.prompt_logprobs is None or self.prompt_logprobs >= -1, "prompt_logprobs", "must be non-negative, or -1 for all")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in a signed 64-bit integer")
+        require(self.thinking_token_budget is None or self.thinking_token_budget >= 0, "thinking_token_budget", "must be non-negative")
         require(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "must be at least 1")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True.", param="stop")

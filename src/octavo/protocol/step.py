@@ -41,6 +41,14 @@ class SlotInit(msgspec.Struct):
     adapter: str = ""
 
 
+class TokenMasks(msgspec.Struct):
+    """Which tokens rows of a step may sample. Rows that are not named may sample any."""
+
+    slots: Int32
+    words: Int32
+    """[len(slots), vocabulary / 32] one bit a token, lowest bit first; tokens past the last word are forbidden."""
+
+
 class StepPlan(msgspec.Struct):
     """What to compute in one step. All arrays are 1-D int32 and describe scheduled rows in one order, decodes first.
 
@@ -68,6 +76,8 @@ class StepPlan(msgspec.Struct):
     """sum(count)."""
     max_context: int
     """max(start + count): an upper bound known without a device sync."""
+    masks: TokenMasks | None = None
+    """For rows with `sample` and an output constraint."""
 
 
 class StepResult(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Stages that forbid tokens or shift their logits: allowed_token_ids, bad_words, min_tokens, logit_bias.
+"""Stages that forbid tokens or shift their logits: allowed_token_ids, bad_words, min_tokens, logit_bias, and the masks of a plan.
 
 Each takes the rows that use it, and turns their lists into flat (row, token) pairs: one transfer and one scatter a stage.
 """
@@ -36,6 +36,29 @@ def apply_min_tokens(logits: torch.Tensor, rows: Int64, records: Sequence[SlotRe
     if blocked:
         row, token = _pairs(np.asarray([b[0] for b in blocked], np.int64), [b[1] for b in blocked], logits.device)
         logits[row, token] = -torch.inf
+
+
+def apply_words(logits: torch.Tensor, rows: Int64, words: Int32) -> None:
+    """Forbid what has no bit in `words` [len(rows), vocab / 32]. The bits are spread on the device: a mask is 8 times smaller so."""
+    vocab = logits.shape[1]
+    packed = upload(np.ascontiguousarray(words).view(np.uint8), logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((packed.unsqueeze(2) >> shifts) & 1).view(len(rows), -1)[:, :vocab] == 0
+    if forbidden.shape[1] < vocab:
+        forbidden = torch.nn.functional.pad(forbidden, (0, vocab - forbidden.shape[1]), value=True)
+    if len(rows) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        index = upload(rows, logits.device)
+        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+
+
+def only_stops(words: Int32, stop_ids: Int64) -> bool:
+    """Whether a mask [vocab / 32] allows nothing but `stop_ids`."""
+    bits = words.view(np.uint32).copy()
+    inside = stop_ids[stop_ids < 32 * len(bits)]
+    np.bitwise_and.at(bits, inside // 32, ~(np.uint32(1) << (inside % 32).astype(np.uint32)))
+    return not bits.any()
 
 
 def apply_bias(logits: torch.Tensor, rows: Int64, records: Sequence[SlotRecord]) -> None:

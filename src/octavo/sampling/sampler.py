@@ -7,6 +7,7 @@ what requests asked for; the device is never waited for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from octavo.ops.registry import Draw, DrawRows
 from octavo.ops.transfer import download, upload, upload_many
 from octavo.protocol.engine import LogprobRow
-from octavo.protocol.step import Int32
+from octavo.protocol.step import Int32, TokenMasks
 from octavo.sampling import logprobs, masks
 from octavo.sampling.filters import filtered
 from octavo.sampling.logprobs import LogprobTensors
@@ -25,6 +26,7 @@ from octavo.sampling.random import categorical, row_keys
 from octavo.sampling.rows import argmax
 from octavo.sampling.state import Column, Feature, Int64, SamplerState, SlotRecord
 
+LARGEST = np.iinfo(np.int32).max
 SLICE_ELEMENTS = 2**24
 """Rows are sampled in slices of about this many logits, which bounds the memory that the stages need."""
 
@@ -83,19 +85,21 @@ class Sampler:
         """Whether these rows need nothing but the fused draw: it only reads logits, in whatever dtype they are."""
         return self._draw_tokens is not None and not (self._state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any()
 
-    def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32) -> Sampled:
+    def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, masks: TokenMasks | None = None) -> Sampled:
         """One token a row.
 
         Args:
             logits: [rows, vocab] float32, overwritten; for rows that `only_draws`, any float dtype, and only read.
             slots, positions: [rows] each row's slot, and the position in its sequence that the token will take: the number
                 of tokens it has so far.
+            masks: what some of them may sample.
         """
+        words = {} if masks is None else dict(zip(masks.slots.tolist(), masks.words, strict=True))
         rows = max(1, SLICE_ELEMENTS // logits.shape[1])
         if len(slots) <= rows or self.only_draws(slots) or not self._state.features[slots].any():
-            return self._sample(logits, slots, positions)
+            return self._sample(logits, slots, positions, words)
         parts = [
-            self._sample(logits[begin : begin + rows], slots[begin : begin + rows], positions[begin : begin + rows])
+            self._sample(logits[begin : begin + rows], slots[begin : begin + rows], positions[begin : begin + rows], words)
             for begin in range(0, len(slots), rows)
         ]
         scored = [part.scored for part in parts if part.scored is not None]
@@ -107,13 +111,13 @@ class Sampler:
             tuple(record for part in parts for record in part.scored_records),
         )
 
-    def _sample(self, logits: torch.Tensor, slots: Int32, positions: Int32) -> Sampled:
+    def _sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, words: Mapping[int, Int32]) -> Sampled:
         features = self._state.features[slots]
         scoring = np.flatnonzero(features & Feature.LOGPROBS)
         scores_from = None
         if len(scoring) and not self._processed:
             scores_from = self._take(logits, scoring, copy=bool((features & ~Feature.LOGPROBS).any()))
-        self._adjust(logits, features, slots, positions)
+        self._adjust(logits, features, slots, positions, words)
         tokens, valid = self._choose(logits, features, slots, positions)
         if not len(scoring):
             return Sampled(tokens, valid, None, slots[:0], ())
@@ -125,7 +129,7 @@ class Sampler:
         scored = logprobs.score(scores_from, self._take(tokens, scoring, copy=False), most, extra)
         return Sampled(tokens, valid, scored, slots[scoring], records)
 
-    def _adjust(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> None:
+    def _adjust(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32, words: Mapping[int, Int32]) -> None:
         """The stages that greedy requests have too, in place."""
         state = self._state
         outputs = positions - state.prompt_lens[slots]
@@ -142,9 +146,14 @@ class Sampler:
             masks.apply_bad_words(logits, rows, records, self._token_table, slots[rows], positions[rows], outputs[rows])
         if present & Feature.MIN_TOKENS:
             rows, records = users(Feature.MIN_TOKENS)
-            masks.apply_min_tokens(logits, rows, records, outputs[rows])
+            ended = [self._must_end(slot, words) for slot in slots[rows].tolist()]
+            masks.apply_min_tokens(logits, rows, records, np.where(ended, LARGEST, outputs[rows]))
         if present & Feature.BIAS:
             masks.apply_bias(logits, *users(Feature.BIAS))
+        if present & Feature.MASKED:
+            rows = np.asarray([row for row in np.flatnonzero(features & Feature.MASKED) if int(slots[row]) in words], np.int64)
+            if len(rows):
+                masks.apply_words(logits, rows, np.stack([words[slot] for slot in slots[rows].tolist()]))
         if present & Feature.PENALTIES:
             rows = np.flatnonzero(features & Feature.PENALTIES)
             part = self._take(logits, rows, copy=False)
@@ -160,6 +169,11 @@ class Sampler:
                 numbers[:, Column.REPETITION],
             )
             self._put(logits, rows, part)
+
+    def _must_end(self, slot: int, words: Mapping[int, Int32]) -> bool:
+        """Whether the mask of `slot` allows nothing but its stop tokens: then min_tokens cannot forbid them."""
+        stops = self._state.records[slot].stop_ids
+        return slot in words and stops is not None and masks.only_stops(words[slot], stops)
 
     def _choose(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, valid) [rows] from adjusted logits, which are scaled and cut in place for the random rows."""

@@ -32,6 +32,8 @@ class Feature(enum.IntFlag):
     BAD_WORDS = enum.auto()
     MIN_TOKENS = enum.auto()
     LOGPROBS = enum.auto()
+    MASKED = enum.auto()
+    """Its plan's masks say what it may sample."""
 
 
 class Column(enum.IntEnum):
@@ -74,6 +76,7 @@ def features_of(p: SamplingParams) -> Feature:
         Feature.BAD_WORDS: bool(p.bad_words_token_ids),
         Feature.MIN_TOKENS: p.min_tokens > 0,
         Feature.LOGPROBS: p.logprobs is not None or p.logprob_token_ids is not None,
+        Feature.MASKED: p.constraint is not None,
     }
     features = Feature(0)
     for feature, on in wanted.items():

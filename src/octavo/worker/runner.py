@@ -21,7 +21,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import Model
 from octavo.ops.transfer import upload_many
 from octavo.protocol.engine import LogprobRow
-from octavo.protocol.step import Int32, StepPlan, StepResult
+from octavo.protocol.step import Int32, StepPlan, StepResult, TokenMasks
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
 from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
@@ -144,7 +144,7 @@ class Runner:
         positions = (plan.start + plan.count)[plan.sample]
         try:
             row_slots, row_positions = upload_many([slots, positions], self._tables.device)
-            return [self._sample(graphs.compute(plan, captured).float(), slots, positions, row_slots, row_positions).to_host()]
+            return [self._sample(graphs.compute(plan, captured).float(), slots, positions, row_slots, row_positions, plan.masks).to_host()]
         except torch.OutOfMemoryError:
             pass
         return self._compute(plan)[0]
@@ -188,18 +188,25 @@ class Runner:
         if scored:
             hidden = hidden.index_select(0, last)
         logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
-        return [self._sample(logits, slots, positions, row_slots, row_positions).to_host()], prompt_scores
+        return [self._sample(logits, slots, positions, row_slots, row_positions, plan.masks).to_host()], prompt_scores
 
     def _sample(
-        self, logits: torch.Tensor, slots: Int32, positions: Int32, row_slots: torch.Tensor, row_positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: Int32,
+        positions: Int32,
+        row_slots: torch.Tensor,
+        row_positions: torch.Tensor,
+        masks: TokenMasks | None,
     ) -> Sampled:
         """Sample, and write the tokens where the next step reads them.
 
         Args:
             logits: [sampled rows, vocab], see `Sampler.sample`.
             slots, positions: [sampled rows]; `row_slots` and `row_positions` are the same on the device.
+            masks: the plan's.
         """
-        sampled = self._sampler.sample(logits, slots, positions)
+        sampled = self._sampler.sample(logits, slots, positions, masks)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
         return sampled
 

@@ -43,7 +43,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.protocol.engine import EngineReady, LogprobRow, Phase
 from octavo.protocol.params import SamplingParams
-from octavo.protocol.step import CacheShape, Int32, SlotInit, StepPlan, StepResult
+from octavo.protocol.step import CacheShape, Int32, SlotInit, StepPlan, StepResult, TokenMasks
 
 EXIT_STATUS = 13
 MAX_SCRIPTED_BLOCKS = 65536
@@ -133,6 +133,17 @@ class _Seat(msgspec.Struct):
     eos: int
 
 
+def _allowed(token: int, slot: int, masks: TokenMasks | None) -> int:
+    """`token`, or the lowest token that the slot's mask allows instead."""
+    rows = [] if masks is None else np.flatnonzero(masks.slots == slot).tolist()
+    if masks is None or not rows:
+        return token
+    bits = np.unpackbits(masks.words[rows[0]].view(np.uint8), bitorder="little")
+    if token < len(bits) and bits[token]:
+        return token
+    return int(np.flatnonzero(bits)[0]) if bits.any() else -1
+
+
 class _Failed(msgspec.Struct):
     """A step whose collect raises."""
 
@@ -184,7 +195,7 @@ class ScriptedWorker:
             if not sample:
                 continue
             output = start + count - len(seat.prompt)
-            token = seat.rule.token(output, seat.eos)
+            token = _allowed(seat.rule.token(output, seat.eos), slot, plan.masks)
             result.tokens[sampled] = token
             sampled += 1
             delay = max(delay, seat.rule.delay_ms)

@@ -1,7 +1,7 @@
 import pytest
 
 from octavo.core.request import expand, without_prompt_logprobs
-from octavo.protocol.params import StructuredOutputsParams
+from octavo.protocol.params import OutputConstraint
 from tests.support.core_engine import EOS, new_request
 
 
@@ -38,8 +38,8 @@ def test_a_resumed_request_does_not_deliver_prompt_logprobs_again() -> None:
     assert request.num_outputs == 1
 
 
-def test_structured_outputs_are_synchronous() -> None:
-    request = expand(new_request("a", [4], structured_outputs=StructuredOutputsParams(regex="x")), 100, 0)[0]
+def test_constrained_requests_are_synchronous() -> None:
+    request = expand(new_request("a", [4], constraint=OutputConstraint(reasoning_end_ids=[999])), 100, 0)[0]
     assert request.synchronous
 
 

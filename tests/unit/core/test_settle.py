@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from octavo.protocol.engine import FinishReason
-from octavo.protocol.params import StructuredOutputsParams
+from octavo.protocol.params import OutputConstraint
 from octavo.protocol.step import StepPlan, StepResult
 from tests.support.core_engine import EOS, Engine
 from tests.support.fake_worker import FakeWorker
@@ -95,7 +95,7 @@ def test_tokens_that_arrive_after_the_end_are_dropped() -> None:
 
 def test_synchronous_requests_have_one_step_in_flight() -> None:
     engine = Engine(inflight=2)
-    engine.add("a", [3] * 5, max_tokens=6, ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="x"))
+    engine.add("a", [3] * 5, max_tokens=6, ignore_eos=True, constraint=OutputConstraint(reasoning_end_ids=[999]))
     engine.add("b", [4] * 5, max_tokens=20, ignore_eos=True)
     engine.run()
     assert len(engine.tokens("a")) == 6

@@ -202,7 +202,7 @@ def test_parameters_are_checked_against_the_model(door: InputProcessor, params: 
     assert refused(door, params=SamplingParams(**params)).param == param
 
 
-@pytest.mark.parametrize("name", ["flat_logprobs", "prompt_logprob_token_ids", "thinking_token_budget", "repetition_detection"])
+@pytest.mark.parametrize("name", ["flat_logprobs", "prompt_logprob_token_ids", "repetition_detection"])
 def test_parameters_known_by_name_only_are_not_yet(door: InputProcessor, name: str) -> None:
     with pytest.raises(NotYet, match=name):
         door.prepare("hi", SamplingParams(**{name: True if name == "flat_logprobs" else [3]}), "r")
@@ -245,9 +245,19 @@ def test_output_kind(door: InputProcessor) -> None:
     assert refused(door, params=params).param == "output_kind"
 
 
-def test_structured_outputs_and_adapters_are_not_yet(door: InputProcessor) -> None:
-    with pytest.raises(NotYet, match="structured_outputs"):
-        door.prepare("hi", SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"])), "r")
+def test_structured_outputs_become_a_constraint(door: InputProcessor) -> None:
+    sampling = door.prepare("hi", SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"])), "r").request.sampling
+    assert sampling.structured_outputs is None
+    assert sampling.constraint is not None
+    assert '"a"' in sampling.constraint.grammar
+    assert door.prepare("hi", SamplingParams(), "r").request.sampling.constraint is None
+    schema = {"type": "object", "properties": {"a": {"items": {"type": "strng"}}}}
+    error = refused(door, params=SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    assert (error.param, "$.properties.a.items" in str(error)) == ("structured_outputs", True)
+    assert refused(door, params=SamplingParams(thinking_token_budget=3)).param == "thinking_token_budget"
+
+
+def test_adapters_are_not_yet(door: InputProcessor) -> None:
     with pytest.raises(NotYet, match="LoRA"):
         door.prepare("hi", SamplingParams(), "r", lora_request=object())
 

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from octavo._version import __version__
+from octavo.frontend.http.batches.inside import post_to_app
+from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
 from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
-from octavo.frontend.http.routes import chat, completions, development, health, models, observe, tokens, unsupported
+from octavo.frontend.http.routes import (
+    batches,
+    chat,
+    completions,
+    control,
+    development,
+    files,
+    health,
+    messages,
+    models,
+    observe,
+    responses,
+    tokens,
+    unsupported,
+)
 from octavo.frontend.http.settings import ServerSettings
 from octavo.observe.metrics import Metrics
 
@@ -39,7 +56,8 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
         openapi_url="/openapi.json" if docs else None,
     )
     app.state.context = context
-    for area in (completions, chat, models, tokens, health, observe, unsupported):
+    context.batches = BatchService(settings, partial(post_to_app, app), busy=lambda: llm.stats().waiting > 0)
+    for area in (completions, chat, responses, messages, control, files, batches, models, tokens, health, observe, unsupported):
         app.include_router(area.router)
     if not settings.disable_dashboard:
         app.include_router(observe.dashboard_router)

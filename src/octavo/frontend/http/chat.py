@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
+from octavo.frontend.http.chat_choice import ChoiceStream, whole_message
 from octavo.frontend.http.generation import Generation, UsageCounter
 from octavo.frontend.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from octavo.frontend.http.replies import (
@@ -16,9 +17,10 @@ from octavo.frontend.http.replies import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
-    Message,
     PromptLogprobs,
+    Usage,
 )
+from octavo.frontend.http.reply_plan import ReplyPlan
 from octavo.frontend.http.sse import event
 from octavo.frontend.outputs import CompletionOutput, RequestOutput
 
@@ -46,6 +48,8 @@ class ChatOptions:
     include_usage: bool
     continuous_usage: bool
     usage_details: bool
+    plan: ReplyPlan
+    include_reasoning: bool
 
 
 class ChatWriter:
@@ -54,6 +58,7 @@ class ChatWriter:
     def __init__(self, options: ChatOptions) -> None:
         self._o = options
         self._usage = UsageCounter(details=options.usage_details)
+        self._streams = [ChoiceStream(options.plan, include_reasoning=options.include_reasoning) for _ in range(options.n)]
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         """The reply in one piece: every output of the generation is a finished one."""
@@ -64,8 +69,8 @@ class ChatWriter:
             self._usage.add(number, output)
             scores = prompt_logprobs(output.prompt_logprobs)
             for c in output.outputs:
-                message = Message(o.role, o.echo_text + c.text)
-                choice = ChatChoice(c.index, message, self._logprobs(c), c.finish_reason, c.stop_reason)
+                message, finish = whole_message(c, o.plan, o.role, o.echo_text, include_reasoning=o.include_reasoning)
+                choice = ChatChoice(c.index, message, self._logprobs(c), finish, c.stop_reason)
                 if o.return_token_ids:
                     choice.token_ids = list(c.token_ids)
                 choices[c.index] = choice
@@ -82,6 +87,15 @@ class ChatWriter:
         )
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The reply as events."""
+        async for chunk in self.chunks(generation):
+            yield event(chunk)
+
+    def usage(self) -> Usage:
+        """The tokens counted so far."""
+        return self._usage.usage()
+
+    async def chunks(self, generation: Generation) -> AsyncIterator[ChatChunk]:
         """First the role of every choice, then what is new, then the totals if asked for."""
         o = self._o
         left, begun = o.n, False
@@ -90,15 +104,15 @@ class ChatWriter:
             if not begun:
                 begun = True
                 for chunk in self._opening():
-                    yield event(chunk)
+                    yield chunk
             for choice in self._news(output):
                 left -= choice.finish_reason is not None
                 chunk = self._chunk(choice)
                 if left == 0 and not o.include_usage:
                     chunk.system_fingerprint = o.fingerprint
-                yield event(chunk)
+                yield chunk
         if o.include_usage:
-            yield event(ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint))
+            yield ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint)
 
     def _opening(self) -> list[ChatChunk]:
         o = self._o
@@ -120,9 +134,12 @@ class ChatWriter:
         for c in output.outputs:
             if not (c.token_ids or c.text or c.finish_reason is not None):
                 continue
-            choice = ChatChunkChoice(c.index, Delta(content=c.text), self._logprobs(c), c.finish_reason)
+            delta, finish = self._streams[c.index].delta(c)
+            choice = ChatChunkChoice(c.index, delta or Delta(), self._logprobs(c), finish)
             if c.finish_reason is not None:
                 choice.stop_reason = c.stop_reason
+            elif delta is None and choice.logprobs is None and not self._o.return_token_ids and not self._o.continuous_usage:
+                continue  # held back until it is known what it is
             if self._o.return_token_ids:
                 choice.token_ids = list(c.token_ids)
             choices.append(choice)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -15,10 +17,14 @@ from pydantic import BaseModel
 
 from octavo._version import __version__
 from octavo.errors import InvalidRequest, ModelNotFound
+from octavo.frontend.http.batches.inside import OWNER
+from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.body import read_request
 from octavo.frontend.http.errors import MAX_INPUT_CHARS, short_repr
+from octavo.frontend.http.responses.store import ResponseStore
 from octavo.frontend.http.schemas import Schema
 from octavo.frontend.http.settings import ServerSettings
+from octavo.frontend.http.sse import cancel
 from octavo.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -43,10 +49,31 @@ class ServerContext:
     """The first is the one in replies."""
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
-    live: set[str] = field(default_factory=set)
-    """Ids of the generating requests that are being served."""
+    live: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
+    """The generating requests that are being served: id -> what aborts it."""
+    responses: ResponseStore = field(init=False)
+    batches: BatchService = field(init=False)
+    """Set by `build_app`, whose application it posts to."""
+    background: set[asyncio.Task[None]] = field(default_factory=set)
+    """What goes on without a client that waits."""
     unknown_fields: set[str] = field(default_factory=set)
     """Names of unknown fields that have been logged."""
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.responses = ResponseStore(ttl=settings.response_store_ttl, max_bytes=settings.response_store_bytes)
+
+    async def close(self) -> None:
+        """End what runs in the background and close the stores. The engine is not ours to end."""
+        await self.batches.close()
+        await cancel(*self.background)
+        self.responses.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background; it handles its own errors."""
+        task = asyncio.ensure_future(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     @property
     def model_name(self) -> str:
@@ -75,18 +102,18 @@ class ServerContext:
             self.unknown_fields.update(name[:MAX_INPUT_CHARS] for name in new[:100])
             logger.debug("Unknown request fields, ignored: %s", short_repr(new))
 
-    def claim(self, request_id: str) -> None:
-        """Take `request_id` until `release`.
+    def claim(self, request_id: str, abort: Callable[[], Awaitable[None]]) -> None:
+        """Take `request_id` until `release`. `abort` ends the request early; its reply is then what there is so far.
 
         Raises:
             InvalidRequest: a live request has it.
         """
         if request_id in self.live:
             raise InvalidRequest(f"The request id {request_id!r} is in use by a request that is still running.", param="request_id")
-        self.live.add(request_id)
+        self.live[request_id] = abort
 
     def release(self, request_id: str) -> None:
-        self.live.discard(request_id)
+        self.live.pop(request_id, None)
 
 
 def context_of(request: Request) -> ServerContext:
@@ -125,16 +152,30 @@ def client_of(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else "unix"
 
 
+def credential(request: Request) -> str:
+    """The key that came with a request, in either header; empty without one."""
+    return request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+
+
+def owner_of(request: Request) -> str:
+    """Whose stored things a request may see: with API keys, those of its own key; else everybody's."""
+    if OWNER in request.scope:
+        return str(request.scope[OWNER])
+    if not context_of(request).settings.api_key:
+        return ""
+    return hashlib.sha256(credential(request).removeprefix("Bearer ").strip().encode()).hexdigest()[:32]
+
+
 def fair_key(request: Request, user: str | None) -> str:
     """Whose share of the machine a request uses, for the fair policy: the API key's, and within it the user's."""
-    parts = []
-    if key := request.headers.get("authorization"):
+    parts = ["batch", request.scope[OWNER]] if OWNER in request.scope else []
+    if key := credential(request):
         parts.append(hashlib.sha256(key.encode()).hexdigest()[:16])
     if user:
         parts.append(user[:64])
     return "/".join(parts)
 
 
-def json_response(value: msgspec.Struct | dict[str, object] | BaseModel) -> Response:
+def json_response(value: msgspec.Struct | dict[str, Any] | BaseModel) -> Response:
     content = value.model_dump_json().encode() if isinstance(value, BaseModel) else msgspec.json.encode(value)
     return Response(content, media_type="application/json")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import InvalidRequest, NotYet, OctavoError
-from octavo.frontend.http.errors import clip, short_repr
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.frontend.http.errors import clip
 from octavo.frontend.http.prompts import EncodedPrompt, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
 
@@ -14,42 +14,6 @@ if TYPE_CHECKING:
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
 """Names in chat_template_kwargs that are fields of the request itself."""
-
-
-def check_tools(body: ChatRequest) -> None:
-    """Tools are shown to the model, whose answer comes back as text; what needs their calls to be parsed is not there yet.
-
-    Raises:
-        InvalidRequest, NotYet
-    """
-    choice = body.tool_choice
-    if body.tools is not None:
-        if not body.tools:
-            raise InvalidRequest("tools must not be an empty list; leave it out.", param="tools")
-        for tool in body.tools:
-            function = tool.get("function")
-            if tool.get("type", "function") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise InvalidRequest(
-                    f'Each of tools must be {{"type": "function", "function": {{"name": ...}}}}, got {short_repr(tool)}.', param="tools"
-                )
-    if choice is None or choice == "none":
-        return
-    if isinstance(choice, str) and choice not in ("auto", "required"):
-        raise InvalidRequest(
-            f"tool_choice must be none, auto, required or a named function, got {short_repr(choice)}.", param="tool_choice"
-        )
-    if body.tools is None:
-        raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if choice.get("type", "function") != "function" or not isinstance(name, str):
-            raise InvalidRequest('A named tool_choice is {"type": "function", "function": {"name": ...}}.', param="tool_choice")
-        if name not in [tool["function"]["name"] for tool in body.tools]:
-            raise InvalidRequest(f"tool_choice names {short_repr(name)}, which is not among tools.", param="tool_choice")
-    raise NotYet(
-        f"tool_choice {short_repr(choice)}: tool calls are not parsed yet. Leave tool_choice out: the model sees the tools and answers in text."
-    )
 
 
 async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_template: bool) -> EncodedPrompt:
@@ -77,6 +41,10 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
         )
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            # What templates call it.
+            kwargs.setdefault("enable_thinking", False)
+            kwargs.setdefault("thinking", False)
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
     try:

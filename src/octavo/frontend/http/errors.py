@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -34,6 +35,14 @@ class BadBody(OctavoError):
     def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param
+
+
+class NotFound(OctavoError):
+    """Something with an id that is not (or no longer) here: HTTP 404."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
         self.param = param
 
 
@@ -83,6 +92,10 @@ def describe(error: BaseException) -> ErrorReply:
             return ErrorReply(error.status, kind, str(error), error.param)
         case ModelNotFound():
             return ErrorReply(404, "NotFoundError", str(error), "model")
+        case NotFound():
+            return ErrorReply(404, "NotFoundError", str(error), error.param)
+        case RequestValidationError():
+            return _schema_error(error.errors(), skip=1)
         case NotYet():
             return ErrorReply(501, "NotImplementedError", str(error))
         case Overloaded():
@@ -100,7 +113,7 @@ def describe(error: BaseException) -> ErrorReply:
 
 def is_expected(error: BaseException) -> bool:
     """Whether `error` was raised on purpose, so that the log needs no traceback."""
-    return isinstance(error, OctavoError | ValidationError | HTTPException | ClientGone)
+    return isinstance(error, OctavoError | ValidationError | RequestValidationError | HTTPException | ClientGone)
 
 
 def _http_type(status: int) -> str:
@@ -108,17 +121,21 @@ def _http_type(status: int) -> str:
     return named.get(status) or HTTPStatus(status).phrase
 
 
-def _schema_error(errors: Sequence[Any]) -> ErrorReply:
-    """At most MAX_ERRORS of them, each input cut: a small bad body must not produce a huge reply."""
+def _schema_error(errors: Sequence[Any], skip: int = 0) -> ErrorReply:
+    """At most MAX_ERRORS of them, each input cut: a small bad body must not produce a huge reply.
+
+    Args:
+        skip: parts of each location that say nothing to a client ("query").
+    """
     lines = []
     for e in errors[:MAX_ERRORS]:
-        where = ".".join(str(part) for part in e["loc"])[:MAX_INPUT_CHARS]
+        where = ".".join(str(part) for part in e["loc"][skip:])[:MAX_INPUT_CHARS]
         message = clip(str(e["msg"]).removeprefix("Value error, "), MAX_INPUT_CHARS)
         given = "" if e["type"] == "missing" else f" (got {short_repr(e['input'])})"
         lines.append(f"{where or 'body'}: {message}{given}")
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
-    param = str(errors[0]["loc"][0])[:MAX_INPUT_CHARS] if errors and errors[0]["loc"] else None
+    param = str(errors[0]["loc"][skip])[:MAX_INPUT_CHARS] if errors and errors[0]["loc"][skip:] else None
     return ErrorReply(400, "Bad Request", "; ".join(lines), param)
 
 
@@ -157,5 +174,6 @@ def install_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(OctavoError, on_expected)
     app.add_exception_handler(ValidationError, on_expected)
+    app.add_exception_handler(RequestValidationError, on_expected)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientGone, on_gone)

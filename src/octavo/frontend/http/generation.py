@@ -15,11 +15,11 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from octavo.errors import Overloaded
+from octavo.errors import Overloaded, RequestFailed
 from octavo.frontend.http.context import ServerContext, json_response
 from octavo.frontend.http.prompts import EncodedPrompt
 from octavo.frontend.http.replies import PromptTokensDetails, Usage
-from octavo.frontend.http.sse import EventStream, cancel, unless_gone
+from octavo.frontend.http.sse import OPENAI_STYLE, EventStream, StreamStyle, cancel, unless_gone
 from octavo.frontend.http.tracking import RequestTracker
 from octavo.frontend.outputs import RequestOutput
 from octavo.protocol.params import BeamSearchParams, SamplingParams
@@ -79,6 +79,7 @@ class Generation:
         self._streams: dict[int, Stream] = {}
         self._error: BaseException | None = asyncio.CancelledError()  # until the last result has been read
         self._closed = False
+        self._aborted = False
 
     @property
     def _at_once(self) -> int:
@@ -92,8 +93,8 @@ class Generation:
         Raises:
             OctavoError: the request is refused; nothing of it remains.
         """
-        ctx.claim(job.request_id)
         generation = cls(ctx, job, tracker)
+        ctx.claim(job.request_id, generation.abort)
         try:
             await generation._open(0)
             with contextlib.suppress(Overloaded):
@@ -107,10 +108,21 @@ class Generation:
             raise
         return generation
 
+    async def abort(self) -> None:
+        """End it in the engine: what runs gets the finish reason "abort"; prompts that wait for room fail the request."""
+        self._aborted = True
+        for number in list(self._streams):
+            await self._ctx.llm.abort(self._engine_id(number))
+
+    def _engine_id(self, number: int) -> str:
+        return self.job.request_id if len(self.job.prompts) == 1 else f"{self.job.request_id}-{number}"
+
     async def _open(self, number: int) -> Stream:
+        if self._aborted:
+            raise RequestFailed("The request was aborted.")
         job, llm = self.job, self._ctx.llm
         prompt: dict[str, Any] = {"prompt_token_ids": job.prompts[number].token_ids}
-        engine_id = job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{number}"
+        engine_id = self._engine_id(number)
         options: dict[str, Any] = {
             "priority": job.priority,
             "cache_salt": job.cache_salt,
@@ -140,21 +152,25 @@ class Generation:
         """
         try:
             first = set(range(len(self.job.prompts)))
-            async for number, output in self._merged():
-                self._tracker.seen(number, output, first=number in first)
-                first.discard(number)
-                self._ctx.metrics.step(self._ctx.llm.stats())
-                yield number, output
+            seen, step, stats = self._tracker.seen, self._ctx.metrics.step, self._ctx.llm.stats
+            if len(self.job.prompts) == 1:
+                async for output in self._streams[0]:
+                    seen(0, output, first=bool(first))
+                    first.clear()
+                    step(stats())
+                    yield 0, output
+            else:
+                async for number, output in self._merged():
+                    seen(number, output, first=number in first)
+                    first.discard(number)
+                    step(stats())
+                    yield number, output
             self._error = None
         except Exception as error:
             self._error = error
             raise
 
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        if len(self.job.prompts) == 1:
-            async for output in self._streams[0]:
-                yield 0, output
-            return
         queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(maxsize=256)
         pumping = asyncio.ensure_future(self._pump_all(queue))
         try:
@@ -199,7 +215,16 @@ class Generation:
         self._tracker.close(self._error)
 
 
-async def answer(request: Request, ctx: ServerContext, job: Job, tracker: RequestTracker, writer: Writer, *, stream: bool) -> Response:
+async def answer(
+    request: Request,
+    ctx: ServerContext,
+    job: Job,
+    tracker: RequestTracker,
+    writer: Writer,
+    *,
+    stream: bool,
+    style: StreamStyle = OPENAI_STYLE,
+) -> Response:
     """Runs `job` and replies with what `writer` makes of it; ends the job when the client goes.
 
     Raises:
@@ -217,13 +242,13 @@ async def answer(request: Request, ctx: ServerContext, job: Job, tracker: Reques
     if not stream:
         return await unless_gone(request, whole())
     generation = await unless_gone(request, Generation.start(ctx, job, tracker))
-    return EventStream(writer.stream(generation), generation.close)
+    return EventStream(writer.stream(generation), generation.close, style=style, keep_alive=ctx.settings.sse_keep_alive)
 
 
 class Writer(Protocol):
     """Turns results into a reply."""
 
-    async def whole(self, generation: Generation) -> msgspec.Struct: ...
+    async def whole(self, generation: Generation) -> msgspec.Struct | dict[str, Any]: ...
 
     def stream(self, generation: Generation) -> AsyncIterator[bytes]: ...
 

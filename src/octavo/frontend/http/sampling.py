@@ -8,7 +8,7 @@ from typing import Any
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.schemas import GenerationRequest
-from octavo.protocol.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.protocol.params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 LARGEST = 2**31 - 1
 """Counts above this mean no limit just as well, and everything behind the door may use 32 bits."""
@@ -30,6 +30,7 @@ _AS_GIVEN = (
     "allowed_token_ids",
     "bad_words",
     "stream_interval",
+    "thinking_token_budget",
 )
 
 
@@ -52,30 +53,9 @@ def check_common(body: GenerationRequest, max_sequences: int, prompts: int) -> N
         raise InvalidRequest(f"truncation_side must be left or right, got {short_repr(body.truncation_side)}.", param="truncation_side")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= 1024:
         raise InvalidRequest(f"cache_salt must have 1 to 1024 characters, got {len(body.cache_salt)}.", param="cache_salt")
-    _check_constraints(body)
-    for name in ("thinking_token_budget", "repetition_detection", "kv_transfer_params"):
+    for name in ("repetition_detection", "kv_transfer_params"):
         if getattr(body, name) is not None:
             raise NotYet(f"{name} is not supported yet; leave it out.")
-
-
-def _check_constraints(body: GenerationRequest) -> None:
-    response_format = body.response_format
-    if response_format is not None:
-        kind = response_format.get("type")
-        if kind == "json_schema":
-            schema = response_format.get("json_schema")
-            if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-                raise InvalidRequest(
-                    "response_format of type json_schema needs json_schema.schema, a JSON schema.", param="response_format"
-                )
-        if kind in ("json_object", "json_schema", "structural_tag"):
-            raise NotYet(f"response_format of type {kind} (structured output) is not supported yet; use type text and ask in the prompt.")
-        if kind != "text":
-            raise InvalidRequest(
-                f"response_format.type must be text, json_object or json_schema, got {short_repr(kind)}.", param="response_format"
-            )
-    if body.structured_outputs is not None:
-        raise NotYet("structured_outputs is not supported yet; ask for the format in the prompt.")
 
 
 def sampling_params(
@@ -85,6 +65,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    structured_outputs: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
     """`max_tokens` None fills the context; the server's own limit, if it has one, caps it.
 
@@ -107,6 +88,7 @@ def sampling_params(
         max_tokens=_capped(max_tokens, defaults.get("max_tokens")),
         logprobs=logprobs,
         extra_args=body.vllm_xargs,
+        structured_outputs=structured_outputs,
         output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     )
 

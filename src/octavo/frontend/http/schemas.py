@@ -80,6 +80,12 @@ class GenerationRequest(Schema):
     # Constraints on the output
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = Field(None, description="Ignored: there is one grammar engine.")
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
 
@@ -138,6 +144,13 @@ class DetokenizeRequest(Schema):
     model: str | None = None
     tokens: Ints
     skip_special_tokens: bool | None = None
+
+
+class AbortRequest(Schema):
+    """Ids as they stand in replies (`chatcmpl-...`)."""
+
+    request_id: str | Strings | None = None
+    request_ids: Strings | None = None
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ import socket
 import ssl
 import stat
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
@@ -28,11 +29,15 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.client import Progress
+from octavo.frontend.http.batches.store import claim_folder, default_folder
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
 from octavo.observe.throughput import log_throughput
 from octavo.protocol.engine import EngineReady
+
+if TYPE_CHECKING:
+    from octavo.frontend.http.context import ServerContext
 
 logger = logging.getLogger("octavo.server")
 
@@ -58,7 +63,10 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
     if args.disable_log_stats:
         settings = dataclasses.replace(settings, log_stats_interval=0.0)
-    with bound_socket(settings) as sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(bound_socket(settings))
+        settings = stack.enter_context(state_folder(settings))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
         if not settings.uds:
             settings = dataclasses.replace(settings, port=sock.getsockname()[1])
         # Before the loop runs: this may download a model, and Ctrl-C must work meanwhile.
@@ -85,10 +93,33 @@ def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
                 os.unlink(settings.uds)
 
 
+@contextlib.contextmanager
+def state_folder(settings: ServerSettings) -> Iterator[ServerSettings]:
+    """`settings` with the folder of files and batches, ours alone. None (a temporary one) when the default cannot be used.
+
+    Raises:
+        ConfigError: the folder that the user chose cannot be used.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = settings.state_dir
+        if folder is not None:
+            stack.enter_context(claim_folder(Path(folder)))
+        elif settings.port and not settings.uds:
+            try:
+                stack.enter_context(claim_folder(default_folder(settings.port)))
+                folder = str(default_folder(settings.port))
+            except ConfigError as e:
+                logger.warning("%s Files and batches will not outlast this server.", e)
+        yield dataclasses.replace(settings, state_dir=folder)
+
+
 def _bind_tcp(host: str | None, port: int) -> socket.socket:
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Inherited by connections. uvloop asks for it on each, asyncio does not; without it the kernel holds a token back until the
+    # client has acknowledged the one before, which clients put off for 40 ms.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         sock.bind((host or "", port))
     except (OSError, UnicodeError) as e:
@@ -174,24 +205,30 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
 
             if not await _ready_before(stop, llm, progress):
                 return
-            server = _Uvicorn(_uvicorn_config(build_app(llm, settings, served_model_names=llm.args.served_model_name), settings))
+            app = build_app(llm, settings, served_model_names=llm.args.served_model_name)
+            server = _Uvicorn(_uvicorn_config(app, settings))
             report(llm.ready_report, llm.config, settings)
             logger.info("Listening on %s", server_url(settings, sock))
-            await _serve_until(stop, stop_now, server, sock, llm, settings)
+            context: ServerContext = app.state.context
+            context.batches.start()
+            try:
+                await _serve_until(stop, stop_now, server, sock, context)
+            finally:
+                await context.close()
         finally:
             await _end(llm)
 
 
-async def _serve_until(
-    stop: asyncio.Event, stop_now: asyncio.Event, server: _Uvicorn, sock: socket.socket, llm: AsyncLLM, settings: ServerSettings
-) -> None:
+async def _serve_until(stop: asyncio.Event, stop_now: asyncio.Event, server: _Uvicorn, sock: socket.socket, context: ServerContext) -> None:
     """Serves until `stop`; then lets requests finish until shutdown_timeout or `stop_now`; then fails the rest and returns."""
+    llm, settings = context.llm, context.settings
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     reporter = asyncio.ensure_future(log_throughput(llm.stats, settings.log_stats_interval))
     stopping, insisting = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(stop_now.wait())
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
+        await context.batches.stop()
         if live := llm.live_requests():
             logger.info("Stopping: %d requests have %.0f s to finish (once more to stop now).", live, settings.shutdown_timeout)
         await asyncio.wait({serving, insisting}, return_when=asyncio.FIRST_COMPLETED, timeout=settings.shutdown_timeout)

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from octavo.config.args import setting
 from octavo.errors import ConfigError
+from octavo.frontend.parsing.formats import ALIASES, REASONING_ALIASES, REASONING_FORMATS, TOOL_FORMATS, known_names
 
+TOOL_PARSERS = known_names(TOOL_FORMATS, ALIASES)
+REASONING_PARSERS = known_names(REASONING_FORMATS, REASONING_ALIASES)
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
 
 
@@ -28,6 +31,9 @@ class ServerSettings:
         15.0, "Seconds that running requests may take to finish after the first SIGTERM or Ctrl-C.", group="server"
     )
     timeout_keep_alive: int = setting(75, "Seconds an idle connection stays open.", group="server")
+    sse_keep_alive: float = setting(
+        15.0, "Seconds of silence after which a stream gets a comment, so that proxies keep it open; 0 sends none.", group="server"
+    )
     disable_fastapi_docs: bool = setting(False, "No /docs and /openapi.json.", group="server")
     disable_dashboard: bool = setting(False, "No dashboard page at / and no /stats.", group="server")
     server_dev_mode: bool = setting(
@@ -56,6 +62,24 @@ class ServerSettings:
     )
     h11_max_header_count: int = setting(256, "The HTTP parser is not h11; accepted and ignored.", group="limits", status="ignored")
 
+    # What is kept
+    response_store_ttl: float = setting(
+        24 * 3600.0, "Seconds that a response of /v1/responses is kept after its last use (in memory).", group="stores"
+    )
+    response_store_bytes: int = setting(
+        256 * 1024 * 1024,
+        "Most bytes of kept responses (64m, 1G); the least recently used go first. 0 keeps none.",
+        group="stores",
+        size=True,
+    )
+
+    state_dir: str | None = setting(
+        None, "Folder of uploaded files and batches. Default: ~/.local/state/octavo/server-PORT; none with port 0 or --uds.", group="stores"
+    )
+    max_file_bytes: int = setting(512 * 1024 * 1024, "Largest file of /v1/files (512m, 2G).", group="stores", size=True)
+    file_store_bytes: int = setting(16 * 1024**3, "Most bytes of all files of /v1/files together.", group="stores", size=True)
+    batch_concurrency: int = setting(64, "Requests of a batch in work at once; they give way to live requests.", group="stores")
+
     # What replies hold
     response_role: str = setting("assistant", "Role in chat replies.", group="replies")
     trust_request_chat_template: bool = setting(False, "Let a request bring its own chat template.", group="replies")
@@ -65,10 +89,20 @@ class ServerSettings:
         True, "usage.prompt_tokens_details.cached_tokens: how much of the prompt the prefix cache held.", group="replies"
     )
     return_tokens_as_token_ids: bool = setting(False, "Logprobs name tokens as token_id:123.", group="replies")
-    enable_auto_tool_choice: bool = setting(False, "Let the model call tools.", group="replies", status="not yet")
-    tool_call_parser: str | None = setting(None, "How the model writes tool calls.", group="replies", status="not yet")
+    enable_auto_tool_choice: bool = setting(False, "Tools are always on; accepted and ignored.", group="replies", status="ignored")
+    tool_call_parser: str | None = setting(
+        None,
+        "How the model writes tool calls (hermes, llama3_json, pythonic, mistral, granite, deepseek_v3, deepseek_v31, qwen3_coder, openai, "
+        "json). Default: what the chat template shows; none leaves them in the text.",
+        group="replies",
+    )
     tool_parser_plugin: str = setting("", "File with a tool parser.", group="replies", status="not yet")
-    reasoning_parser: str | None = setting(None, "How the model marks its reasoning.", group="replies", status="not yet")
+    reasoning_parser: str | None = setting(
+        None,
+        "How the model marks its reasoning (think, deepseek_r1, mistral, granite, seed_oss, openai_gptoss). Default: what the chat template "
+        "shows; none leaves it in the text.",
+        group="replies",
+    )
     lora_modules: list[str] | None = setting(None, "LoRA adapters: name=path.", group="replies", status="not yet")
 
     # Logs
@@ -87,11 +121,14 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
-        for name in ("max_body_bytes", "max_sequences"):
+        for name in ("max_body_bytes", "max_sequences", "max_file_bytes", "batch_concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}.")
+        for name in ("sse_keep_alive", "response_store_ttl", "response_store_bytes", "file_store_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile.")
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "log_config_file"):
@@ -103,6 +140,9 @@ class ServerSettings:
         for name, allowed in (("uvicorn_log_level", LOG_LEVELS), ("log_format", ("text", "json"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        for name, names in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if (value := getattr(self, name)) is not None and value not in names:
+                raise ConfigError(f"{name} must be one of {', '.join(names)}, got {value!r}.")
         if self.api_key is not None and any(not key for key in self.api_key):
             raise ConfigError("An API key must not be empty.")
 

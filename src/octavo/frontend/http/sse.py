@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,14 +24,33 @@ logger = logging.getLogger("octavo.server")
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
-
 encode = msgspec.json.Encoder().encode
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, proxies see that the connection is in use."""
 
 
 def event(value: Any) -> bytes:
     """One `data:` event. JSON has no raw newlines, so one line holds it."""
     return b"data: %b\n\n" % encode(value)
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """An event with a name in front of its data, for protocols whose clients read that."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(value))
+
+
+@dataclass(frozen=True)
+class StreamStyle:
+    """How the streams of a protocol end."""
+
+    failure: Callable[[BaseException], bytes]
+    """The event that tells of an error: the status has been sent."""
+    end: bytes
+    """The last bytes of every stream."""
+
+
+OPENAI_STYLE = StreamStyle(failure=lambda error: b"data: %b\n\n" % describe(error).body(), end=b"data: [DONE]\n\n")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -58,17 +78,28 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends events until they end or the client goes, then calls `close`, which must end what feeds them.
 
-    An error in the source becomes an event of its own: the status has been sent.
+    Args:
+        keep_alive: seconds of silence after which a comment is sent; 0 is never.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], Awaitable[None]],
+        *,
+        style: StreamStyle = OPENAI_STYLE,
+        keep_alive: float = 0.0,
+    ) -> None:
         # X-Accel-Buffering: a proxy that collects the whole reply first defeats streaming.
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._style = style
+        self._keep_alive = keep_alive
+        self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(scope, send))
@@ -83,21 +114,47 @@ class EventStream(Response):
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in guarded(self._events, scope):
+        if self._keep_alive <= 0:
+            await self._send_all(scope, send)
+            return
+        heart = asyncio.ensure_future(self._beat(send))
+        try:
+            await self._send_all(scope, send)
+        finally:
+            await cancel(heart)
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+        self._last_sent = now()
+        async for chunk in guarded(self._events, scope, self._style):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._last_sent = now()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _beat(self, send: Send) -> None:
+        """Beside the stream, so that no chunk pays for a timer. Every `send` is one whole event or comment."""
+        now = asyncio.get_running_loop().time
+        self._last_sent = now()
+        while True:
+            silent = now() - self._last_sent
+            if silent >= self._keep_alive:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                self._last_sent = now()
+                silent = 0.0
+            await asyncio.sleep(self._keep_alive - silent)
 
-async def guarded(events: AsyncIterator[bytes], scope: Scope) -> AsyncIterator[bytes]:
-    """`events`, then [DONE]; a failure on the way is sent as an error event."""
+
+async def guarded(events: AsyncIterator[bytes], scope: Scope, style: StreamStyle) -> AsyncIterator[bytes]:
+    """`events`, then the style's end; a failure on the way is sent as an event."""
     try:
         async for chunk in events:
             yield chunk
     except Exception as error:
         if not is_expected(error):
             logger.exception("Stream %s failed", scope.get("state", {}).get("request_id"))
-        yield b"data: %b\n\n" % describe(error).body()
-    yield DONE
+        yield style.failure(error)
+    if style.end:
+        yield style.end
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

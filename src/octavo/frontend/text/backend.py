@@ -38,6 +38,10 @@ class TokenBackend(Protocol):
 
     def vocab(self) -> dict[str, int]: ...
 
+    def as_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it; empty if it cannot be written so."""
+        ...
+
 
 class FastBackend:
     """A `tokenizers.Tokenizer`. It releases the GIL while it works, so long prompts can be encoded in a thread."""
@@ -65,6 +69,9 @@ class FastBackend:
 
     def vocab(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def as_json(self) -> str:
+        return self._tokenizer.to_str()
 
     def added_ends(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer's own post-processor puts before and after a text."""
@@ -107,6 +114,9 @@ class SlowBackend:
 
     def vocab(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
+
+    def as_json(self) -> str:
+        return ""
 
     def added_ends(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after a text."""

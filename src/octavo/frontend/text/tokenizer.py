@@ -148,6 +148,11 @@ class Tokenizer:
         is far too long can be refused without being encoded."""
         return self._extent[1]
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Special tokens by their text."""
+        return {token: i for i in sorted(self.special_ids) if (token := self.backend.token(i)) is not None}
+
     @property
     def chat_template(self) -> str | None:
         """The model's usual chat template; None if it has none."""

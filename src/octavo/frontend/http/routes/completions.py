@@ -18,6 +18,7 @@ from octavo.frontend.http.prompts import check_token_ids, encode_prompts, prompt
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
 from octavo.frontend.http.schemas import CompletionRequest, body_schema
 from octavo.frontend.http.sse import EventStream
+from octavo.frontend.http.structured import wish_of
 from octavo.frontend.http.tracking import RequestTracker
 
 router = APIRouter()
@@ -31,7 +32,7 @@ async def create_completion(request: Request) -> Response:
     body = await ctx.read(request, CompletionRequest)
     job_id = request_id(request, "cmpl", body.request_id)
     tracker = RequestTracker(job_id, "/v1/completions", client_of(request), ctx.settings)
-    options, job = await _plan(ctx, request, body, job_id)
+    options, job = await plan_completion(ctx, request, body, job_id)
     tracker.received(job.params, [p.text or str(p.token_ids) for p in job.prompts])
     writer = CompletionWriter(options)
     if options.prompt_only and job.params.prompt_logprobs is None:
@@ -47,7 +48,7 @@ async def _nothing() -> None:
     """There is nothing to end."""
 
 
-async def _plan(ctx: ServerContext, request: Request, body: CompletionRequest, job_id: str) -> tuple[CompletionOptions, Job]:
+async def plan_completion(ctx: ServerContext, request: Request, body: CompletionRequest, job_id: str) -> tuple[CompletionOptions, Job]:
     """Everything about a request that can be wrong is found here or by the engine's door, before anything is sent."""
     settings = ctx.settings
     if body.suffix:
@@ -60,12 +61,14 @@ async def _plan(ctx: ServerContext, request: Request, body: CompletionRequest, j
         raise InvalidRequest(f"logprobs must be non-negative, got {body.logprobs}.", param="logprobs")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_only = bool(body.echo) and max_tokens == 0
+    wish = wish_of(body)
     params = sampling_params(
         body,
         ctx.llm.default_sampling_params,
         max_tokens=1 if prompt_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        structured_outputs=await wish.check(ctx.llm) if wish is not None and not prompt_only else None,
     )
     if prompt_only:
         # The prompt is scored once, for all n choices; the one token made on the way is thrown away.

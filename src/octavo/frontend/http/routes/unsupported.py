@@ -11,8 +11,6 @@ router = APIRouter(include_in_schema=False)
 
 WHAT = {
     "/v1/embeddings": "Embeddings",
-    "/v1/responses": "The Responses API",
-    "/v1/messages": "The Messages API",
     "/v1/rerank": "Reranking",
     "/v2/rerank": "Reranking",
     "/rerank": "Reranking",
@@ -32,7 +30,9 @@ WHAT = {
 
 async def not_yet(request: Request) -> Response:
     path = request.scope["route"].path
-    raise NotYet(f"{WHAT[path]} ({path}) cannot be served yet. This server has /v1/completions and /v1/chat/completions.")
+    raise NotYet(
+        f"{WHAT[path]} ({path}) cannot be served yet. This server has /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages."
+    )
 
 
 for _path in WHAT:

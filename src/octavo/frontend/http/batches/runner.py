@@ -1,0 +1,268 @@
+"""Answers batches, oldest first, beside live traffic.
+
+One batch runs at a time, with a bounded number of its lines in work. A new line is begun only while nothing waits in the engine's
+queue, so that a batch takes what live requests leave. Every reply is on disk before it counts; a batch that a crash interrupted
+goes on with the lines that have no reply yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol, TextIO
+
+from octavo.errors import ConfigError
+from octavo.frontend.http.batches.lines import BatchLine, Post, batch_lines, encode_reply, failure, finished_ids, reply_to, succeeded
+from octavo.frontend.http.batches.records import Record, file_record
+from octavo.frontend.http.batches.store import BatchStore
+from octavo.frontend.http.sse import cancel
+
+logger = logging.getLogger("octavo.server")
+
+YIELD_SECONDS = 0.02
+"""How often a batch that gives way looks whether it may go on."""
+SAVE_SECONDS = 1.0
+"""How often the counts of a running batch are written."""
+
+
+EXPIRED = "This request could not be executed before the completion window expired."
+
+Answering = asyncio.Task[dict[str, Any]]
+"""A line in work, named by its custom_id."""
+
+
+class EngineGone(Exception):
+    """There is no engine to answer. The batch waits for the next start of the server."""
+
+
+class PostAs(Protocol):
+    """Sends a body to a path on behalf of an owner: (status, decoded reply)."""
+
+    def __call__(self, path: str, body: Any, *, owner: str) -> Awaitable[tuple[int, Any]]: ...
+
+
+class BatchRunner:
+    """Runs what is in a store. `wake` after adding or changing a batch.
+
+    Args:
+        post: sends a line's request.
+        busy: whether live requests wait for the engine.
+        concurrency: lines of a batch in work at once.
+    """
+
+    def __init__(self, store: BatchStore, post: PostAs, busy: Callable[[], bool], concurrency: int) -> None:
+        self._store = store
+        self._post = post
+        self._busy = busy
+        self._concurrency = concurrency
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        """Set while the running batch should look at its own status."""
+        self.running: str | None = None
+
+    def wake(self) -> None:
+        """Look for work, and let the running batch notice that it has been cancelled."""
+        self._stopping.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._run())
+
+    async def close(self) -> None:
+        """Stop. Batches stay as they are, for the next start."""
+        if self._task is not None:
+            await cancel(self._task)
+
+    async def _run(self) -> None:
+        while (found := self._store.next_unfinished()) is not None:
+            record, owner = found
+            self.running = record["id"]
+            try:
+                await self._run_one(record, owner)
+            except EngineGone:
+                logger.warning("Batch %s is interrupted: the engine is gone. It goes on when the server starts again.", record["id"])
+                return
+            except Exception as error:
+                logger.exception("Batch %s failed", record["id"])
+                self._fail(record, owner, "internal_error", f"The batch could not be run: {type(error).__name__}.")
+            finally:
+                self.running = None
+
+    async def _run_one(self, record: Record, owner: str) -> None:
+        source = self._store.file(record["input_file_id"], owner)
+        if source is None:
+            self._fail(record, owner, "input_file_missing", "The input file is not there any more.")
+            return
+        outputs = _Outputs(self._store, record, owner)
+        try:
+            done = outputs.resume()
+        except (ConfigError, OSError) as error:
+            self._fail(record, owner, "output_file_broken", str(error))
+            return
+        if record["status"] == "validating":
+            record["request_counts"]["total"] = await asyncio.to_thread(self._count, record)
+            if record["request_counts"]["total"] == 0:
+                outputs.close()
+                self._fail(record, owner, "empty_file", "There is no request in the input file.")
+                return
+            record["status"], record["in_progress_at"] = "in_progress", int(self._store.clock())
+            if (self._store.batch(record["id"], owner) or {}).get("status") == "cancelling":
+                record["status"], record["cancelling_at"] = "cancelling", int(self._store.clock())
+            self._store.put_batch(record, owner)
+        try:
+            ending = await self._answer(record, owner, outputs, done)
+        finally:
+            outputs.close()
+        outputs.publish()
+        now = int(self._store.clock())
+        record["status"] = ending
+        record["finalizing_at"] = record["finalizing_at"] or now
+        record[f"{ending}_at"] = now
+        self._store.put_batch(record, owner)
+
+    async def _answer(self, record: Record, owner: str, outputs: _Outputs, done: set[str]) -> str:
+        """Answers what is missing. Returns how the batch ended: completed, cancelled or expired."""
+
+        async def post(path: str, body: Any) -> tuple[int, Any]:
+            status, reply = await self._post(path, body, owner=owner)
+            if status == 503:
+                raise EngineGone
+            return status, reply
+
+        running: set[Answering] = set()
+        todo = self._todo(record, done)
+        more, saved = True, time.monotonic()
+        try:
+            while more or running:
+                ending = self._ending(record, owner)
+                if ending is not None:
+                    await cancel(*running)
+                    self._write_finished(running, outputs)
+                    if ending == "expired":
+                        cut = (BatchLine(0, task.get_name(), "", None) for task in running if task.cancelled())
+                        for unanswered in (*cut, *todo):
+                            outputs.write(failure(unanswered, "batch_expired", EXPIRED))
+                    return ending
+                while more and len(running) < self._concurrency and not (running and self._busy()):
+                    line = next(todo, None)
+                    more = line is not None
+                    if line is not None:
+                        running.add(asyncio.create_task(_answer_line(line, post), name=line.custom_id))
+                if running:
+                    await self._wait(running, SAVE_SECONDS if not more or len(running) >= self._concurrency else YIELD_SECONDS)
+                    running = self._write_finished(running, outputs)
+                if time.monotonic() - saved > SAVE_SECONDS:
+                    saved = time.monotonic()
+                    self._save_counts(record, owner)
+            return "completed"
+        finally:
+            await cancel(*running)
+
+    async def _wait(self, running: set[Answering], seconds: float) -> None:
+        """Until one of them is done, somebody changes the batch, or `seconds` are over."""
+        self._stopping.clear()
+        news = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({*running, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(news)
+
+    def _write_finished(self, running: set[Answering], outputs: _Outputs) -> set[Answering]:
+        """Writes the replies that are there; returns what still runs."""
+        for task in running:
+            if task.done() and not task.cancelled():
+                outputs.write(task.result())
+        return {task for task in running if not task.done()}
+
+    def _ending(self, record: Record, owner: str) -> str | None:
+        """Whether the batch has to end before its last line."""
+        stored = self._store.batch(record["id"], owner)
+        if stored is not None and stored["status"] == "cancelling":
+            record["status"], record["cancelling_at"] = "cancelling", stored["cancelling_at"]
+            return "cancelled"
+        return "expired" if self._store.clock() >= record["expires_at"] else None
+
+    def _save_counts(self, record: Record, owner: str) -> None:
+        stored = self._store.batch(record["id"], owner)
+        if stored is not None:
+            self._store.put_batch(stored | {"request_counts": record["request_counts"]}, owner)
+
+    def _todo(self, record: Record, done: set[str]) -> Iterator[BatchLine]:
+        for line in self._lines(record):
+            if line.custom_id not in done:
+                yield line
+
+    def _count(self, record: Record) -> int:
+        return sum(1 for _ in self._lines(record))
+
+    def _lines(self, record: Record) -> Iterator[BatchLine]:
+        with self._store.path(record["input_file_id"]).open(encoding="utf-8", errors="replace", newline="\n") as file:
+            yield from batch_lines(file, (record["endpoint"],))
+
+    def _fail(self, record: Record, owner: str, code: str, message: str) -> None:
+        record["status"], record["failed_at"] = "failed", int(self._store.clock())
+        record["errors"] = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
+        self._store.put_batch(record, owner)
+
+
+async def _answer_line(line: BatchLine, post: Post) -> dict[str, Any]:
+    try:
+        return await reply_to(line, post)
+    except EngineGone:
+        raise
+    except Exception as error:
+        logger.exception("Line %d of a batch failed", line.number)
+        return failure(line, "internal_error", f"The request could not be run: {type(error).__name__}.")
+
+
+class _Outputs:
+    """The output and error files of one batch. They get records, and the batch their ids, when the batch has ended."""
+
+    def __init__(self, store: BatchStore, record: Record, owner: str) -> None:
+        self._store = store
+        self._record = record
+        self._owner = owner
+        self._files: dict[str, TextIO] = {}
+
+    def resume(self) -> set[str]:
+        """The custom_ids that have a reply. Counts them."""
+        counts = self._record["request_counts"]
+        done: set[str] = set()
+        for kind, count in (("output", "completed"), ("error", "failed")):
+            found = finished_ids(self._store.path(self._id(kind)))
+            counts[count] = len(found)
+            done |= found
+        return done
+
+    def write(self, reply: dict[str, Any]) -> None:
+        good = succeeded(reply)
+        kind = "output" if good else "error"
+        if kind not in self._files:
+            self._files[kind] = self._store.path(self._id(kind)).open("a", encoding="utf-8")
+        self._files[kind].write(encode_reply(reply))
+        self._files[kind].flush()
+        self._record["request_counts"]["completed" if good else "failed"] += 1
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def publish(self) -> None:
+        for kind in ("output", "error"):
+            path = self._store.path(self._id(kind))
+            if path.exists():
+                record = file_record(
+                    self._id(kind),
+                    f"{self._record['id']}_{kind}.jsonl",
+                    path.stat().st_size,
+                    "batch_output",
+                    int(self._store.clock()),
+                    (self._record.get("output_expires_after") or {}).get("seconds"),
+                )
+                self._store.insert_file(record, self._owner)
+                self._record[f"{kind}_file_id"] = self._id(kind)
+
+    def _id(self, kind: str) -> str:
+        """Made from the batch's id, so that a restarted server finds what the last one wrote."""
+        return f"file-{kind}-{self._record['id'].removeprefix('batch_')}"

@@ -1,0 +1,198 @@
+"""Uploaded files and batches on disk: their records in SQLite, contents as plain files beside it. Survives the server.
+
+A record is the JSON object that the API shows. Use from one thread; the folder belongs to one server at a time (`claim_folder`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.frontend.http.batches.records import Record
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, purpose TEXT NOT NULL,
+    bytes INTEGER NOT NULL, expires_at INTEGER, record BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, status TEXT NOT NULL, record BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
+"""
+
+DATABASE = "batches.db"
+"""Name of the database in the folder."""
+
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+"""States of a batch that somebody has to do something about."""
+
+Table = Literal["files", "batches"]
+
+
+def default_folder(port: int) -> Path:
+    """Where the server on `port` keeps its files when nobody says otherwise."""
+    base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(base) / "octavo" / f"server-{port}"
+
+
+@contextlib.contextmanager
+def claim_folder(folder: Path) -> Iterator[None]:
+    """Make `folder` ours alone while the context lasts; the kernel lets go of it if we die.
+
+    Raises:
+        ConfigError: it cannot be used, or another server has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise ConfigError(f"The state folder {folder} cannot be used: {e.strerror or e}. Choose another with --state-dir.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"Another server uses the state folder {folder}. Choose another with --state-dir.") from None
+    finally:
+        os.close(lock)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a list."""
+
+    data: list[Record]
+    has_more: bool
+
+
+class BatchStore:
+    """Files and batches of one server.
+
+    Args:
+        folder: where everything is; None makes a temporary one, which `close` removes.
+        max_bytes: of all file contents together.
+    """
+
+    def __init__(self, folder: Path | None, *, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+        self._temporary = folder is None
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-")) if folder is None else folder
+        self.max_bytes = max_bytes
+        self.clock = clock
+        self._contents = self._folder / "files"
+        self._contents.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._folder / DATABASE
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        self._db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {_SCHEMA}")
+        path.chmod(0o600)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes contents that a crash left without a record; those of running batches get theirs at the end."""
+        known = {file_id for (file_id,) in self._db.execute("SELECT id FROM files")}
+        marks = ", ".join("?" * len(UNFINISHED))
+        running = [name for (name,) in self._db.execute(f"SELECT id FROM batches WHERE status IN ({marks})", UNFINISHED)]
+        for path in self._contents.iterdir():
+            if path.name not in known and not any(path.name.endswith(name.removeprefix("batch_")) for name in running):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._db.close()
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Files
+
+    def write_content(self, file_id: str, content: IO[bytes]) -> None:
+        """Writes a file's content, before its record is there. May run on any thread."""
+        with open(os.open(self.path(file_id), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as target:
+            shutil.copyfileobj(content, target, 1 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+
+    def insert_file(self, record: Record, owner: str) -> None:
+        """Keep a file whose content is there."""
+        row = (record["id"], owner, record["purpose"], record["bytes"], record.get("expires_at"), msgspec.json.encode(record))
+        self._db.execute("INSERT OR REPLACE INTO files (id, owner, purpose, bytes, expires_at, record) VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's content is. Ids are made by the server, so they are safe in a path."""
+        return self._contents / file_id
+
+    def file(self, file_id: str, owner: str) -> Record | None:
+        self.drop_expired_files()
+        return self._one("files", file_id, owner)
+
+    def delete_file(self, file_id: str, owner: str) -> bool:
+        gone = self._db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (file_id, owner)).rowcount > 0
+        if gone:
+            self.path(file_id).unlink(missing_ok=True)
+        return gone
+
+    def used_bytes(self) -> int:
+        self.drop_expired_files()
+        used: int = self._db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0]
+        return used
+
+    def drop_expired_files(self) -> None:
+        for (file_id,) in self._db.execute("DELETE FROM files WHERE expires_at <= ? RETURNING id", (self.clock(),)).fetchall():
+            self.path(file_id).unlink(missing_ok=True)
+
+    def files(self, owner: str, *, purpose: str | None, limit: int, after: str | None, ascending: bool) -> Page:
+        self.drop_expired_files()
+        where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
+        return self._page("files", owner, where, values, limit=limit, after=after, ascending=ascending)
+
+    # Batches
+
+    def put_batch(self, record: Record, owner: str) -> None:
+        """Keep a batch, in the place of the one with its id."""
+        row = (record["id"], owner, record["status"], msgspec.json.encode(record))
+        self._db.execute(
+            "INSERT INTO batches (id, owner, status, record) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET status = excluded.status, record = excluded.record",
+            row,
+        )
+
+    def batch(self, batch_id: str, owner: str) -> Record | None:
+        return self._one("batches", batch_id, owner)
+
+    def batches(self, owner: str, *, limit: int, after: str | None) -> Page:
+        return self._page("batches", owner, "", (), limit=limit, after=after, ascending=False)
+
+    def next_unfinished(self) -> tuple[Record, str] | None:
+        """The oldest batch that is not done, and its owner."""
+        marks = ", ".join("?" * len(UNFINISHED))
+        row = self._db.execute(
+            f"SELECT record, owner FROM batches WHERE status IN ({marks}) ORDER BY number LIMIT 1", UNFINISHED
+        ).fetchone()
+        return None if row is None else (msgspec.json.decode(row[0]), row[1])
+
+    # Both
+
+    def _one(self, table: Table, record_id: str, owner: str) -> Record | None:
+        row = self._db.execute(f"SELECT record FROM {table} WHERE id = ? AND owner = ?", (record_id, owner)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0])
+
+    def _page(
+        self, table: Table, owner: str, where: str, values: tuple[Any, ...], *, limit: int, after: str | None, ascending: bool
+    ) -> Page:
+        if after is not None:
+            row = self._db.execute(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (after, owner)).fetchone()
+            where, values = f"{where} AND number {'>' if ascending else '<'} ?", (*values, row[0] if row is not None else -1)
+        order = "ASC" if ascending else "DESC"
+        rows = self._db.execute(
+            f"SELECT record FROM {table} WHERE owner = ? {where} ORDER BY number {order} LIMIT ?", (owner, *values, limit + 1)
+        ).fetchall()
+        return Page([msgspec.json.decode(record) for (record,) in rows[:limit]], len(rows) > limit)

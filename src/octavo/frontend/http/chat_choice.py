@@ -1,0 +1,82 @@
+"""One choice of a chat reply: its text turned into message fields, whole or as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.frontend.http.replies import Delta, FunctionCall, FunctionDelta, Message, ToolCall, ToolCallDelta
+from octavo.frontend.http.reply_plan import ReplyPlan
+from octavo.frontend.outputs import CompletionOutput
+from octavo.frontend.parsing.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from octavo.frontend.parsing.reply import ReplyParser, read_whole
+
+
+def finish_reason(reason: str | None, plan: ReplyPlan, complete_calls: int) -> str | None:
+    """A reply that stopped after calls ends with "tool_calls", unless the one call was ordered by name."""
+    return "tool_calls" if reason == "stop" and complete_calls and not plan.named else reason
+
+
+def whole_message(
+    output: CompletionOutput, plan: ReplyPlan, role: str, echo: str, *, include_reasoning: bool
+) -> tuple[Message, str | None]:
+    """The message of a finished choice, and its finish_reason."""
+    if plan.form.plain:
+        return Message(role, echo + output.text), output.finish_reason
+    reply = read_whole(plan.form, output.text)
+    text = echo + reply.text
+    message = Message(role, text if text or not (reply.calls or reply.reasoning) else None)
+    if reply.reasoning and include_reasoning:
+        message.reasoning = reply.reasoning
+    if reply.calls:
+        message.tool_calls = [ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments)) for call in reply.calls]
+    return message, finish_reason(output.finish_reason, plan, sum(call.complete for call in reply.calls))
+
+
+class ChoiceStream:
+    """Turns the pieces of one choice into deltas."""
+
+    def __init__(self, plan: ReplyPlan, *, include_reasoning: bool) -> None:
+        self._plan = plan
+        self._parser = None if plan.form.plain else ReplyParser(plan.form)
+        self._include_reasoning = include_reasoning
+        self._new_id: Callable[[], str] = plan.new_call_id
+        self._calls = 0
+        self._complete = 0
+
+    def delta(self, output: CompletionOutput) -> tuple[Delta | None, str | None]:
+        """The delta of a piece (None: there is nothing to show yet), and the finish_reason if it is the last."""
+        if self._parser is None:
+            return Delta(content=output.text), output.finish_reason
+        events = self._parser.push(output.text)
+        if output.finish_reason is not None:
+            events += self._parser.finish()
+        delta = self._of(events)
+        return delta, finish_reason(output.finish_reason, self._plan, self._complete)
+
+    def _of(self, events: list[Event]) -> Delta | None:
+        text = "".join(event.text for event in events if isinstance(event, Text))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) if self._include_reasoning else ""
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            match event:
+                case CallStart():
+                    self._calls += 1
+                    calls.append(ToolCallDelta(self._calls - 1, FunctionDelta(event.name, ""), self._new_id(), "function"))
+                case CallArguments():
+                    last = calls[-1] if calls else None
+                    if last is not None and isinstance(last.function.arguments, str):
+                        last.function.arguments += event.text
+                    else:
+                        calls.append(ToolCallDelta(self._calls - 1, FunctionDelta(arguments=event.text)))
+                case CallEnd():
+                    self._complete += event.complete
+        if not (text or reasoning or calls):
+            return None
+        delta = Delta()
+        if text:
+            delta.content = text
+        if reasoning:
+            delta.reasoning = reasoning
+        if calls:
+            delta.tool_calls = calls
+        return delta

@@ -1,0 +1,1 @@
+"""The Messages API (Anthropic's shape) in front of the chat path."""

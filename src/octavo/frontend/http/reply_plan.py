@@ -1,0 +1,170 @@
+"""How the reply to a chat will be read, and what it is held to: reasoning, tool calls, and the grammar of both."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from octavo.errors import InvalidRequest
+from octavo.frontend.http.structured import Wish
+from octavo.frontend.http.tools import ToolUse
+from octavo.frontend.parsing.formats import GENERIC, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
+from octavo.frontend.parsing.grammar import MAX_CALLS, optional_calls, required_calls
+from octavo.frontend.parsing.reply import ReplyFormat
+from octavo.grammar.json_schema import prepared
+from octavo.grammar.lark import inline_json, json_options
+from octavo.grammar.source import json_source, parsed_schema
+from octavo.protocol.params import OutputConstraint, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.http.settings import ServerSettings
+    from octavo.frontend.text.tokenizer import Tokenizer
+
+_ALPHABET = string.ascii_letters + string.digits
+_HARMONY_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
+_HARMONY_NEXT = "<|end|><|start|>assistant"
+
+
+@dataclass(frozen=True)
+class ReplyPlan:
+    """What the endpoint needs to know to sample a reply and to read it."""
+
+    form: ReplyFormat
+    named: bool = False
+    """A named tool: its call ends the reply with "stop"."""
+    wish: StructuredOutputsParams | None = None
+    marks: OutputConstraint | None = None
+    """How the reasoning is marked, in tokens."""
+    keeps_special_tokens: bool = False
+    """Markers are special tokens: they must stay in the text."""
+    new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+
+
+async def plan_reply(
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    use: ToolUse,
+    wish: Wish | None,
+    *,
+    prompt: str,
+    template: str | None,
+    parallel: bool,
+    stops: bool,
+) -> ReplyPlan:
+    """The plan for one chat.
+
+    Args:
+        use: what the reply may do with tools.
+        wish: what its text must be like.
+        prompt: as rendered: its end may have begun the reasoning.
+        template: the source of the chat template.
+        parallel: more than one call is allowed.
+        stops: the request has stop strings.
+
+    Raises:
+        InvalidRequest: a schema that cannot be used, with its path.
+        NotYet: this server has no grammar engine, and the request needs it.
+    """
+    tokenizer = llm.tokenizer
+    reasoning = reasoning_format(settings.reasoning_parser, template)
+    tools = tool_format(settings.tool_call_parser, template) if use.mode != "none" else None
+    if use.must_call and (tools is None or tools.syntax is None):
+        tools = GENERIC
+    opened = opened_by(prompt, reasoning) if reasoning is not None else None
+    most = MAX_CALLS if parallel and use.mode != "named" else 1
+    form = ReplyFormat(
+        tools=tools,
+        schemas={function["name"]: function.get("parameters") or {} for function in use.functions},
+        reasoning=reasoning,
+        opened=reasoning is not None and (reasoning.always if opened is None else opened),
+        closed=opened is False,
+        max_calls=None if most > 1 else 1,
+        whole_calls=stops,
+    )
+    structured = await _grammar(llm, tokenizer, use, tools, wish, most)
+    marks = [*(tools.marks if tools is not None else ()), *(reasoning.marks if reasoning is not None else ())]
+    return ReplyPlan(
+        form,
+        named=use.mode == "named",
+        wish=structured,
+        marks=_reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call),
+        keeps_special_tokens=any(mark in tokenizer.special_tokens for mark in marks),
+        new_call_id=_short_id if tools is not None and tools.name.startswith("mistral") else _call_id,
+    )
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    """Mistral's templates refuse ids of any other length."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+
+async def _grammar(
+    llm: AsyncLLM, tokenizer: Tokenizer, use: ToolUse, tools: ToolFormat | None, wish: Wish | None, most: int
+) -> StructuredOutputsParams | None:
+    """What the reply is held to; checked."""
+    syntax = tools.syntax if tools is not None else None
+    if not use.must_call and (syntax is None or not use.strict):
+        if wish is None:
+            return None
+        if tools is None or syntax is None or not _is_json(wish.params):
+            return await wish.check(llm)
+        # An answer of the wished form, or calls instead of it.
+        await wish.check(llm)
+        text = f"{required_calls(syntax, use.functions, tokenizer.special_tokens, most=most)}\n{_answer(wish.params)}"
+        return await _checked(llm, StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1)), use)
+    assert syntax is not None
+    write = required_calls if use.must_call else optional_calls
+    text = write(syntax, use.functions, tokenizer.special_tokens, most=most)
+    return await _checked(llm, StructuredOutputsParams(grammar=text), use)
+
+
+def _is_json(params: StructuredOutputsParams) -> bool:
+    return params.json is not None or bool(params.json_object)
+
+
+def _answer(params: StructuredOutputsParams) -> str:
+    schema = {"type": "object"} if params.json is None else prepared(parsed_schema(params.json, "response_format"))
+    return f"answer: {inline_json(schema, json_options(compact=params.disable_any_whitespace, pattern=params.whitespace_pattern))}"
+
+
+async def _checked(llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse) -> StructuredOutputsParams:
+    """`params`, if they can be used; if not, the tool that is to blame is named."""
+    try:
+        await llm.check_structured_outputs(params)
+    except InvalidRequest as error:
+        for i, function in enumerate(use.functions):
+            where = f"tools[{i}].function.parameters"
+            options: dict[str, Any] = json_options(lenient=not function.get("strict"))
+            try:
+                json_source(function.get("parameters") or {}, options, where)
+            except InvalidRequest as blamed:
+                raise InvalidRequest(str(blamed), param="tools") from None
+        raise InvalidRequest(str(error).replace("structured_outputs.grammar", "The grammar of the tools", 1), param="tools") from None
+    return params
+
+
+def _reasoning_marks(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool
+) -> OutputConstraint | None:
+    """The reasoning's markers as tokens; None where there is no reasoning, or no single tokens stand for its markers."""
+    if reasoning is None or form.closed:
+        return None
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    if reasoning.harmony:
+        end = _HARMONY_NEXT if must_call else reasoning.end
+        return OutputConstraint(reasoning_end_ids=ids(end), reasoning_stop_ids=ids(_HARMONY_NEXT if must_call else _HARMONY_ANSWER))
+    start, end_ids = ids(reasoning.start), ids(reasoning.end)
+    if len(end_ids) != 1 or (not form.opened and len(start) != 1):
+        return None
+    return OutputConstraint(reasoning_start_ids=[] if form.opened else start, reasoning_end_ids=end_ids, reasoning_stop_ids=end_ids)

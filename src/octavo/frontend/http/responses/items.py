@@ -1,0 +1,142 @@
+"""The items of a conversation: what a request may send, the one form they are kept in, and the chat messages they mean.
+
+Output items of earlier responses are valid input, so a client may send back what it got, and `previous_response_id` is no
+more than that done by the server.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from octavo.errors import InvalidRequest, NotYet
+from octavo.frontend.http.errors import short_repr
+
+Item = dict[str, Any]
+"""Always with `type` and `id`; messages with `content` as a list of parts."""
+
+ROLES = ("user", "system", "developer", "assistant")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def input_items(given: Any) -> list[Item]:
+    """`input` as items.
+
+    Raises:
+        InvalidRequest, NotYet: names the item.
+    """
+    if isinstance(given, str):
+        return [_user_message(given)]
+    if not isinstance(given, list):
+        what = "is missing" if given is None else f"must be a string or a list of items, got {short_repr(given)}"
+        raise InvalidRequest(f"input {what}.", param="input")
+    return [_item(item, f"input[{number}]") for number, item in enumerate(given)]
+
+
+def _user_message(text: str) -> Item:
+    content = [{"type": "input_text", "text": text}]
+    return {"id": new_id("msg"), "type": "message", "role": "user", "status": "completed", "content": content}
+
+
+def _item(item: Any, where: str) -> Item:
+    if not isinstance(item, dict):
+        raise InvalidRequest(f"{where} must be an object, got {short_repr(item)}.", param="input")
+    kind = item.get("type") or ("message" if "role" in item else None)
+    match kind:
+        case "message":
+            return _message(item, where)
+        case "function_call":
+            _need_text(item, where, "call_id", "name", "arguments")
+            kept = {name: item[name] for name in ("call_id", "name", "arguments")}
+            return {"id": _id(item, "fc"), "type": "function_call", "status": "completed", **kept}
+        case "function_call_output":
+            _need_text(item, where, "call_id")
+            output = item.get("output")
+            if not isinstance(output, str):
+                output = _parts(output, f"{where}.output", "input_text")
+            return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": item["call_id"], "output": output}
+        case "reasoning":
+            kept = {name: [p for p in item.get(name) or () if _is_text(p)] for name in ("summary", "content")}
+            return {"id": _id(item, "rs"), "type": "reasoning", **kept}
+        case "item_reference":
+            raise NotYet(f"{where}: item_reference is not supported; send the item itself, or use previous_response_id.")
+        case _:
+            raise InvalidRequest(
+                f"{where} has the type {short_repr(kind)}; known are message, function_call, function_call_output and reasoning.",
+                param="input",
+            )
+
+
+def _message(item: Item, where: str) -> Item:
+    role = item.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(f"{where} has the role {short_repr(role)}; roles are {', '.join(ROLES)}.", param="input")
+    kind = "output_text" if role == "assistant" else "input_text"
+    content = item.get("content")
+    parts = [{"type": kind, "text": content}] if isinstance(content, str) else _parts(content, f"{where}.content", kind)
+    return {"id": _id(item, "msg"), "type": "message", "role": role, "status": "completed", "content": parts}
+
+
+def _parts(content: Any, where: str, kind: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of parts, got {short_repr(content)}.", param="input")
+    parts = []
+    for number, part in enumerate(content):
+        name = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(name, str) or name not in _TEXT_PARTS:
+            given = f"has the type {short_repr(name)}" if isinstance(part, dict) else f"is {short_repr(part)}"
+            raise InvalidRequest(f"{where}[{number}] {given}. This model reads text only.", param="input")
+        text = part.get(_TEXT_PARTS[name])
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}[{number}] has no {_TEXT_PARTS[name]}.", param="input")
+        extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+        parts.append({"type": kind, "text": text, **extra})
+    return parts
+
+
+def _need_text(item: Item, where: str, *names: str) -> None:
+    for name in names:
+        if not isinstance(item.get(name), str):
+            raise InvalidRequest(f"{where} (type {item.get('type')}) needs {name}, a string.", param="input")
+
+
+def _id(item: Item, prefix: str) -> str:
+    given = item.get("id")
+    return given if isinstance(given, str) and 0 < len(given) <= 256 else new_id(prefix)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def messages(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """A conversation as chat messages: reasoning and calls belong to the assistant's message beside them."""
+    result: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    reasoning = ""
+    for item in items:
+        last = result[-1] if result else {}
+        match item["type"]:
+            case "reasoning":
+                reasoning = "\n".join(part["text"] for part in item.get("content") or item.get("summary") or ())
+                continue
+            case "message":
+                result.append({"role": item["role"], "content": [{"type": "text", "text": p["text"]} for p in item["content"]]})
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                if last.get("role") != "assistant":
+                    result.append({"role": "assistant", "content": ""})
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                result[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = item["output"]
+                content = output if isinstance(output, str) else [{"type": "text", "text": p["text"]} for p in output]
+                result.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+        if reasoning and result[-1]["role"] == "assistant":
+            result[-1].setdefault("reasoning", reasoning)
+        reasoning = ""
+    return result

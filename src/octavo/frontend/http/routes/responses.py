@@ -1,0 +1,200 @@
+"""POST /v1/responses and what can be done with a response afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from octavo.errors import InvalidRequest, NotYet
+from octavo.frontend.http.chat import ChatWriter
+from octavo.frontend.http.chat_plan import plan_chat
+from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, owner_of, request_id
+from octavo.frontend.http.conversation import render
+from octavo.frontend.http.errors import NotFound, is_expected, short_repr
+from octavo.frontend.http.generation import Generation, Job, answer
+from octavo.frontend.http.responses.items import Item, input_items, messages, new_id
+from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest, ResponsesRequest, chat_request, check_request
+from octavo.frontend.http.responses.store import StoredResponse
+from octavo.frontend.http.responses.writer import ResponsePlan, ResponsesWriter
+from octavo.frontend.http.schemas import ChatRequest, body_schema
+from octavo.frontend.http.sse import StreamStyle, cancel, unless_gone
+from octavo.frontend.http.tracking import RequestTracker
+
+logger = logging.getLogger("octavo.server")
+
+router = APIRouter()
+
+CANCEL_POLL = 0.2
+"""Seconds between looks at whether a background response has been cancelled, perhaps through another process."""
+RUNNING = ("queued", "in_progress")
+
+
+@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+async def create_response(request: Request) -> Response:
+    ctx = context_of(request)
+    body = await ctx.read(request, ResponsesRequest)
+    response_id, owner = new_id("resp"), owner_of(request)
+    job_id = request_id(request, "resp", body.request_id) if body.request_id else response_id
+    tracker = RequestTracker(job_id, "/v1/responses", client_of(request), ctx.settings)
+    items = input_items(body.input)
+    try:
+        chat = _chat(ctx, body, items, owner)
+        options, job = await plan_chat(ctx, request, chat, job_id)
+    except InvalidRequest as error:
+        raise _renamed(error) from None
+    tracker.received(job.params, [options.prompt_text])
+
+    def keep(response: dict[str, Any]) -> None:
+        if body.store is not False:
+            ctx.responses.put(StoredResponse(response, items, owner))
+
+    plan = ResponsePlan(response_id, int(time.time()), ctx.model_name, body, job.params)
+    writer = ResponsesWriter(plan, ChatWriter(options), keep)
+    if body.background:
+        return await _start_in_background(request, ctx, job, tracker, plan, writer, keep)
+    style = StreamStyle(failure=writer.failure, end=b"")
+    return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=style)
+
+
+def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner: str) -> ChatRequest:
+    """The chat request for `items` after the conversation they continue."""
+    check_request(body)
+    conversation: list[Item] = []
+    if body.previous_response_id is not None:
+        chain = ctx.responses.chain(body.previous_response_id, owner)
+        if chain is None:
+            raise InvalidRequest(
+                f"There is no response {short_repr(body.previous_response_id)} here, or one that it continues is no longer kept.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if chain[-1].response["status"] in RUNNING:
+            raise InvalidRequest(f"The response {body.previous_response_id} is not finished yet.", param="previous_response_id")
+        for stored in chain:
+            conversation += [*stored.items, *stored.response["output"]]
+    return chat_request(body, messages([*conversation, *items], body.instructions))
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """`error` about a chat field as one about the field that was given."""
+    return InvalidRequest(str(error), param=OUR_NAME.get(error.param or "", error.param), code=error.code)
+
+
+async def _start_in_background(
+    request: Request,
+    ctx: ServerContext,
+    job: Job,
+    tracker: RequestTracker,
+    plan: ResponsePlan,
+    writer: ResponsesWriter,
+    keep: Any,
+) -> Response:
+    generation = await unless_gone(request, Generation.start(ctx, job, tracker))
+    keep(plan.object("in_progress", []))
+    ctx.spawn(_run_in_background(ctx, generation, writer, plan.id))
+    return json_response(plan.object("queued", []))
+
+
+async def _run_in_background(ctx: ServerContext, generation: Generation, writer: ResponsesWriter, response_id: str) -> None:
+    async def run() -> None:
+        try:
+            await writer.whole(generation)
+        except Exception as error:
+            if not is_expected(error):
+                logger.exception("Background response %s failed", response_id)
+            writer.failed(error)
+        finally:
+            await generation.close()
+
+    task = asyncio.ensure_future(run())
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=CANCEL_POLL)
+            if ctx.responses.cancelled(response_id):
+                break
+    finally:
+        await cancel(task)
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=body_schema(InputTokensRequest))
+async def count_input_tokens(request: Request) -> Response:
+    """How many tokens a request with this input would send to the model."""
+    ctx = context_of(request)
+    body = await ctx.read(request, InputTokensRequest)
+    try:
+        chat = _chat(ctx, body, input_items(body.input), owner_of(request))
+        prompt = await render(ctx.llm, chat, trust_template=False)
+    except InvalidRequest as error:
+        raise _renamed(error) from None
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
+    if stream:
+        raise NotYet("A kept response cannot be streamed; fetch it without stream.")
+    return json_response(_stored(request, response_id).response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forgets a response. One that still runs in the background is ended."""
+    if not context_of(request).responses.delete(response_id, owner_of(request)):
+        raise _not_found(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Ends a background response; one that has finished stays what it is."""
+    stored = _stored(request, response_id)
+    response = stored.response
+    if not response["background"]:
+        raise InvalidRequest("Only a response that was created with background: true can be cancelled.", param="response_id")
+    if response["status"] in RUNNING:
+        response["status"] = "cancelled"
+        context_of(request).responses.put(stored)
+    return json_response(response)
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    items = _stored(request, response_id).items
+    items = items[::-1] if order == "desc" else items
+    if after is not None:
+        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise InvalidRequest(f"after: the response has no input item {short_repr(after)}.", param="after")
+        items = items[at + 1 :]
+    page = items[:limit]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+def _stored(request: Request, response_id: str) -> StoredResponse:
+    stored = context_of(request).responses.get(response_id, owner_of(request))
+    if stored is None:
+        raise _not_found(response_id)
+    return stored
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"There is no response {short_repr(response_id)} here; responses are kept for a limited time.", param="response_id")

@@ -1,0 +1,133 @@
+"""DeepSeek's calls, V3 (the arguments in a code block) and V3.1 (bare).
+
+V3:   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\nARGUMENTS\\n```<｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
+V3.1: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from octavo.frontend.parsing.machine import MAX_NAME, JsonSpan, Machine, first_marker, undecided
+
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```json"
+
+
+class DeepSeekCalls(Machine):
+    """See the module."""
+
+    def __init__(self) -> None:
+        super().__init__(self._free_text)
+        self._header = ""
+        self._span = JsonSpan()
+
+    def _free_text(self) -> bool:
+        markers = (CALLS_BEGIN, CALL_BEGIN, CALLS_END)
+        found = first_marker(self._buffer, markers)
+        if found is None:
+            end = len(self._buffer) if self._final else undecided(self._buffer, markers)
+            self._text(self._take(end))
+            return end > 0
+        at, marker = found
+        self._text(self._take(at))
+        if marker == CALLS_END:
+            self._take(len(marker))
+            return True
+        self._begin_region()
+        self._take(len(marker))
+        self._state = self._in_header if marker == CALL_BEGIN else self._before_call
+        return True
+
+    def _before_call(self) -> bool:
+        """Between <｜tool▁calls▁begin｜> and the first call."""
+        if self._buffer.startswith(CALL_BEGIN):
+            self._take(len(CALL_BEGIN))
+            self._state = self._in_header
+        elif CALL_BEGIN.startswith(self._buffer):
+            return False
+        elif self._buffer[0].isspace():
+            self._take(1)
+        else:
+            self._give_up()
+        return True
+
+    def _in_header(self) -> bool:
+        at = self._buffer.find(SEPARATOR)
+        if at < 0:
+            if len(self._buffer) > MAX_NAME + len(SEPARATOR):
+                self._give_up()
+                return True
+            return False
+        if at > MAX_NAME:
+            self._give_up()
+            return True
+        self._header = self._take(at).strip()
+        self._take(len(SEPARATOR))
+        self._state = self._behind_separator
+        return True
+
+    def _behind_separator(self) -> bool:
+        """Arguments (V3.1), or the name and a code block (V3)."""
+        if self._buffer[0].isspace():
+            self._take(1)
+            return True
+        if self._buffer[0] == "{":
+            self._begin_arguments(self._header)
+            return True
+        at = self._buffer.find("{")
+        if at < 0:
+            if len(self._buffer) > MAX_NAME + len(_FENCE) + 8:
+                self._give_up()
+                return True
+            return False
+        name, fence, _ = self._buffer[:at].partition(_FENCE)
+        if not fence or not name.strip() or len(name) > MAX_NAME:
+            self._give_up()
+            return True
+        self._take(at)
+        self._begin_arguments(name.strip())
+        return True
+
+    def _begin_arguments(self, name: str) -> None:
+        self._start_call(name)
+        self._span = JsonSpan()
+        self._state = self._in_arguments
+
+    def _in_arguments(self) -> bool:
+        for count, char in enumerate(self._buffer, start=1):
+            self._span.feed(char)
+            if self._span.done:
+                self._arguments(self._take(count))
+                self._end_call()
+                self._state = self._behind_arguments
+                return True
+        self._arguments(self._take(len(self._buffer)))
+        return True
+
+    def _behind_arguments(self) -> bool:
+        """Up to the call's end: the rest of the code block, and whatever else is there."""
+        markers = (CALL_END, CALLS_END, CALL_BEGIN)
+        marker = next((m for m in markers if self._buffer.startswith(m)), None)
+        if marker is not None:
+            if marker == CALL_END:
+                self._take(len(marker))
+            self._state = self._free_text
+        elif not self._final and any(m.startswith(self._buffer) for m in markers):
+            return False
+        else:
+            self._take(1)
+        return True
+
+    def _give_up(self) -> None:
+        self._no_call()
+        self._state = self._free_text
+
+
+def deepseek(names: Container[str], **_: Any) -> Machine:
+    return DeepSeekCalls()

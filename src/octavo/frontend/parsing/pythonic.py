@@ -1,0 +1,157 @@
+"""Calls written as a Python list: [get_weather(city="Paris"), now()]. Llama 4 and several small models.
+
+A call is reported when it is complete: only then is its Python known to be valid, and its arguments can be written as JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Container
+from typing import Any
+
+from octavo.frontend.parsing.machine import Machine, first_marker, undecided
+
+START, END = "<|python_start|>", "<|python_end|>"
+MAX_CALL = 100_000
+"""Characters of one call."""
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+
+
+class PythonicCalls(Machine):
+    """See the module."""
+
+    def __init__(self, names: Container[str]) -> None:
+        super().__init__(self._beginning)
+        self._names = names
+        self._some = False
+
+    def _beginning(self) -> bool:
+        rest = self._buffer.lstrip()
+        if rest.startswith("["):
+            self._begin_region()
+            self._take(len(self._buffer) - len(rest) + 1)
+            self._some = False
+            self._state = self._before_call
+        elif rest.startswith(START):
+            self._take(len(self._buffer) - len(rest) + len(START))
+        elif not rest or (START.startswith(rest) and not self._final):
+            return False
+        else:
+            self._state = self._free_text
+        return True
+
+    def _free_text(self) -> bool:
+        """Only the markers can bring calls now."""
+        found = first_marker(self._buffer, (START, END))
+        if found is None:
+            end = len(self._buffer) if self._final else undecided(self._buffer, (START, END))
+            self._text(self._take(end))
+            return end > 0
+        at, marker = found
+        self._text(self._take(at))
+        self._take(len(marker))
+        if marker == START:
+            self._state = self._beginning
+        return True
+
+    def _before_call(self) -> bool:
+        char = self._buffer[0]
+        if char.isspace() or (char == "," and self._some):
+            self._take(1)
+        elif char == "]":
+            if self._some:
+                self._take(1)
+                self._state = self._free_text
+            else:
+                self._give_up()
+        elif char.isalpha() or char == "_":
+            if self._raw is None:
+                self._begin_region()
+            self._state = self._in_call_text
+        else:
+            self._give_up()
+        return True
+
+    def _in_call_text(self) -> bool:
+        end = _end_of_call(self._buffer)
+        if end is None:
+            if len(self._buffer) > MAX_CALL:
+                self._give_up()
+                return True
+            return False
+        source = self._buffer[:end]
+        call = _parsed(source, self._names)
+        self._take(end)
+        if call is None:
+            self._give_up()
+            return True
+        name, arguments = call
+        self._start_call(name)
+        self._arguments(arguments)
+        self._end_call()
+        self._some = True
+        self._state = self._before_call
+        return True
+
+    def _give_up(self) -> None:
+        self._no_call()
+        self._state = self._free_text
+
+
+def _end_of_call(text: str) -> int | None:
+    """Where the call at the beginning of `text` ends (behind its closing bracket, or where it cannot be one); None if not yet."""
+    depth, quote, escaped = 0, "", False
+    for i, char in enumerate(text):
+        if quote:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            if not depth:
+                return i + 1
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth <= 0:
+                return i + 1
+        elif not depth and not (char.isalnum() or char in "_.- "):
+            return i + 1
+    return None
+
+
+def _parsed(source: str, names: Container[str]) -> tuple[str, str] | None:
+    """(name, arguments as JSON); None for what is no call of a known tool."""
+    matched = _NAME.match(source)
+    if matched is None or matched.group() not in names or not source[matched.end() :].lstrip().startswith("("):
+        return None
+    try:
+        # Names of tools may have hyphens, which Python reads as a difference.
+        node = ast.parse("f" + source[matched.end() :].lstrip(), mode="eval").body
+        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+            return None
+        values = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
+        return matched.group(), json.dumps(values, ensure_ascii=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal; JSON's own names for constants are understood as well."""
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    if isinstance(node, ast.Dict):
+        return {str(_value(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key is not None}
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item) for item in node.elts]
+    return ast.literal_eval(node)
+
+
+def pythonic(names: Container[str], **_: Any) -> Machine:
+    return PythonicCalls(names)

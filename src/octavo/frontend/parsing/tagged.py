@@ -1,0 +1,252 @@
+"""Calls behind a marker: Hermes and Qwen, Granite, Mistral, and Llama's python tag; and calls without any.
+
+Behind a marker stands one of: a JSON object a call, a JSON list of them, or a name followed by JSON arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from octavo.frontend.parsing.call_object import CallObject, NotACall
+from octavo.frontend.parsing.machine import MAX_NAME, JsonSpan, Machine, first_marker, undecided
+
+
+class TaggedCalls(Machine):
+    """See the module.
+
+    Args:
+        opens: markers that a call follows.
+        close: marker behind a call (or a list of them); what stands between the call and it is dropped. Empty for none.
+        names: the tools of the request; calls of bare JSON must name one of them, since any JSON answer may have a "name".
+        bare: the reply may also be calls from its first character on, without a marker.
+        named: behind a marker may stand a name, then arguments.
+        name_ends: markers that may stand between such a name and its arguments.
+    """
+
+    def __init__(
+        self,
+        opens: Sequence[str],
+        close: str,
+        names: Container[str],
+        *,
+        bare: bool = False,
+        named: bool = False,
+        name_ends: Sequence[str] = (),
+    ) -> None:
+        super().__init__(self._beginning if bare else self._free_text)
+        self._opens = tuple(opens)
+        self._close = close
+        self._names = names
+        self._named = named
+        self._name_ends = tuple(name_ends)
+        self._pending_name = ""
+        self._bare = False
+        self._list = False
+        self._some_in_list = False
+        self._object: CallObject | None = None
+        self._span = JsonSpan()
+
+    # Text
+
+    def _beginning(self) -> bool:
+        """Nothing but blanks so far: a bare call may follow."""
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        if rest[0] in "{[" and not any(marker.startswith(rest[:1]) for marker in self._opens):
+            self._begin_region()
+            self._bare = True
+            self._state = self._body
+        else:
+            self._state = self._free_text
+        return True
+
+    def _free_text(self) -> bool:
+        found = first_marker(self._buffer, self._opens)
+        if found is not None:
+            at, marker = found
+            self._text(self._take(at))
+            self._begin_region()
+            self._take(len(marker))
+            self._bare = False
+            self._state = self._body
+            return True
+        end = len(self._buffer) if self._final else undecided(self._buffer, self._opens)
+        self._text(self._take(end))
+        return end > 0
+
+    # Calls
+
+    def _body(self) -> bool:
+        """Behind a marker, or where a bare call begins."""
+        char = self._buffer[0]
+        if char.isspace():
+            self._take(1)
+        elif char == "{":
+            self._new_object()
+        elif char == "[":
+            self._take(1)
+            self._list, self._some_in_list = True, False
+            self._state = self._next_in_list
+        elif self._named and not self._bare:
+            self._state = self._name
+        else:
+            self._give_up()
+        return True
+
+    def _new_object(self) -> None:
+        # With a marker, the model means to call, whatever the name; without one, any JSON may look like a call.
+        self._object = CallObject(self._names if self._bare else None, self._start_call, self._arguments)
+        self._state = self._in_object
+
+    def _in_object(self) -> bool:
+        call = self._object
+        assert call is not None
+        for count, char in enumerate(self._buffer, start=1):
+            try:
+                call.feed(char)
+            except NotACall:
+                if call.started:
+                    self._take(count - 1)
+                    self._end_call()
+                    self._state = self._behind
+                else:
+                    self._take(count)
+                    self._give_up()
+                return True
+            if call.done:
+                self._take(count)
+                self._end_call()
+                self._state = self._next_in_list if self._list else self._behind
+                self._some_in_list = True
+                return True
+        self._take(len(self._buffer))
+        return True
+
+    def _next_in_list(self) -> bool:
+        char = self._buffer[0]
+        if char == "{":
+            if self._raw is None:
+                self._begin_region()
+            self._new_object()
+        elif char == "]":
+            self._take(1)
+            self._list = False
+            if self._raw is not None:  # an empty list
+                self._give_up()
+            else:
+                self._state = self._behind
+        elif char.isspace() or (char == "," and self._some_in_list):
+            self._take(1)
+        elif self._raw is not None:
+            self._give_up()
+        else:
+            self._list = False
+            self._state = self._behind
+        return True
+
+    def _name(self) -> bool:
+        ends = (*self._name_ends, "{")
+        found = first_marker(self._buffer, ends)
+        if found is None:
+            if len(self._buffer) > MAX_NAME or "\n" in self._buffer:
+                self._give_up()
+                return True
+            return False
+        at, _ = found
+        if at > MAX_NAME or "\n" in self._buffer[:at].strip():
+            self._give_up()
+            return True
+        name = self._take(at).strip()
+        if not name:
+            self._give_up()
+            return True
+        self._pending_name = name
+        self._state = self._before_arguments
+        return True
+
+    def _before_arguments(self) -> bool:
+        """Markers and blanks up to the brace: [ARGS], or [CALL_ID] and an id."""
+        at = self._buffer.find("{")
+        if at < 0:
+            if len(self._buffer) > MAX_NAME:
+                self._give_up()
+                return True
+            return False
+        self._take(at)
+        self._start_call(self._pending_name)
+        self._span = JsonSpan()
+        self._state = self._in_arguments
+        return True
+
+    def _in_arguments(self) -> bool:
+        for count, char in enumerate(self._buffer, start=1):
+            self._span.feed(char)
+            if self._span.done:
+                self._arguments(self._take(count))
+                self._end_call()
+                self._state = self._behind
+                return True
+        self._arguments(self._take(len(self._buffer)))
+        return True
+
+    def _behind(self) -> bool:
+        """Behind a call (or a list): up to the closing marker, if there is to be one; then another call may follow without a marker."""
+        if self._bare or not self._close:
+            return self._behind_open_end()
+        if self._buffer.startswith(self._close):
+            self._take(len(self._close))
+            self._state = self._free_text
+        elif self._buffer.startswith(self._opens):
+            self._state = self._free_text
+        elif not self._final and any(marker.startswith(self._buffer) for marker in (self._close, *self._opens)):
+            return False
+        elif self._buffer[0] == "{":  # a second call inside one pair of markers
+            self._begin_region()
+            self._new_object()
+        else:
+            self._take(1)
+        return True
+
+    def _behind_open_end(self) -> bool:
+        rest = self._buffer.lstrip(" \t\r\n,;")
+        if not rest:
+            return False
+        gap = self._buffer[: len(self._buffer) - len(rest)]
+        if rest[0] == "{":
+            self._take(len(gap))
+            self._begin_region()
+            self._new_object()
+        else:
+            if gap.strip():
+                self._text(self._take(len(gap)))
+            self._state = self._free_text
+        return True
+
+    def _give_up(self) -> None:
+        """This is no call: what was read is text."""
+        self._list = False
+        self._no_call()
+        self._state = self._free_text
+
+
+def hermes(names: Container[str], **_: Any) -> Machine:
+    return TaggedCalls(["<tool_call>"], "</tool_call>", names)
+
+
+def granite(names: Container[str], **_: Any) -> Machine:
+    return TaggedCalls(["<|tool_call|>", "<tool_call>"], "</tool_call>", names)
+
+
+def mistral(names: Container[str], **_: Any) -> Machine:
+    return TaggedCalls(["[TOOL_CALLS]"], "", names, named=True, name_ends=("[ARGS]", "[CALL_ID]"))
+
+
+def llama_json(names: Container[str], **_: Any) -> Machine:
+    return TaggedCalls(["<|python_tag|>"], "", names, bare=True)
+
+
+def any_json(names: Container[str], **_: Any) -> Machine:
+    """For models of unknown habits: <tool_call> tags, or JSON from the first character on."""
+    return TaggedCalls(["<tool_call>"], "</tool_call>", names, bare=True)

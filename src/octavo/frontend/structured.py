@@ -1,0 +1,122 @@
+"""Structured output at the door: from what a request asks for to the constraint that the core enforces.
+
+Grammars are checked here, with a time limit where an event loop must not wait, and remembered, so that the second request with a
+schema pays nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.grammar.source import grammar_source
+from octavo.protocol.engine import Vocabulary
+from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from octavo.frontend.text.tokenizer import Tokenizer
+
+TIME_LIMIT = 10.0
+"""Seconds that the check of one grammar may take. The engine's own limits stop it after about one; a busy machine is slower."""
+MAX_REMEMBERED = 512
+CHECK_THREADS = 2
+
+
+class GrammarDoor:
+    """Checks structured output wishes and remembers the answers. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, str | OctavoError] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def source(self, wish: StructuredOutputsParams) -> str:
+        """The grammar of `wish`; takes as long as checking it takes.
+
+        Raises:
+            InvalidRequest: it cannot be used; for a schema the message has the path.
+            NotYet: the grammar engine is not installed.
+        """
+        key = _key(wish)
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+        if found is None:
+            try:
+                found = grammar_source(wish)
+            except InvalidRequest as error:
+                found = error
+            with self._lock:
+                self._known[key] = found
+                while len(self._known) > MAX_REMEMBERED:
+                    self._known.popitem(last=False)
+        if isinstance(found, InvalidRequest):
+            raise InvalidRequest(str(found), param=found.param, code=found.code)
+        assert isinstance(found, str)
+        return found
+
+    async def prepare(self, wish: StructuredOutputsParams) -> None:
+        """Check `wish` in a thread, so that `source` answers at once.
+
+        Raises:
+            InvalidRequest, NotYet: see `source`; or the check took too long.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="octavo-schema")
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.wait_for(loop.run_in_executor(self._pool, self.source, wish), TIME_LIMIT)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"structured_outputs: checking the grammar took longer than {TIME_LIMIT:.0f} seconds. Use a simpler one.",
+                param="structured_outputs",
+            ) from None
+
+
+def _key(wish: StructuredOutputsParams) -> bytes:
+    try:
+        return msgspec.json.encode(wish)
+    except (TypeError, ValueError, RecursionError) as error:  # a schema that no JSON can hold
+        raise InvalidRequest(f"structured_outputs cannot be read: {error}.", param="structured_outputs") from None
+
+
+def constraint_of(sampling: SamplingParams, door: GrammarDoor) -> OutputConstraint | None:
+    """The constraint of a request, or None.
+
+    Args:
+        sampling: its `constraint`, if there is one, says how the model marks its reasoning.
+
+    Raises:
+        InvalidRequest, NotYet: see `GrammarDoor.source`; or a budget without a reasoning to limit.
+    """
+    wish, budget = sampling.structured_outputs, sampling.thinking_token_budget
+    if wish is None and budget is None:
+        return None
+    marks = sampling.constraint or OutputConstraint()
+    if budget is not None and not marks.reasoning_end_ids:
+        raise InvalidRequest(
+            "thinking_token_budget needs a chat with a model whose reasoning this server recognises (see --reasoning-parser).",
+            param="thinking_token_budget",
+        )
+    return msgspec.structs.replace(marks, grammar="" if wish is None else door.source(wish), reasoning_budget=budget)
+
+
+def engine_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+    """What an engine core must know of the tokens. Takes up to a second.
+
+    Args:
+        vocab_size: the model's; ids past the tokenizer's stand for nothing.
+    """
+    special = sorted(i for i in tokenizer.special_ids if i < vocab_size)
+    eos = list(eos_token_ids) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+    size = min(vocab_size, tokenizer.vocab_size)
+    tokens = [tokenizer.token_bytes(i) for i in range(size)] + [b""] * (vocab_size - size)
+    return Vocabulary(tokens, special, eos, tokenizer.backend.as_json())

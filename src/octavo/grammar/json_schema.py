@@ -1,0 +1,125 @@
+"""JSON schemas on their way to the grammar engine: small adjustments, and where in the schema a problem sits.
+
+The engine is exact: what it accepts, it enforces, and a keyword that it cannot enforce is an error rather than a promise broken. Its
+messages do not say where; `failing_path` finds the smallest part of the schema that is refused by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
+"""Formats that can be enforced. Any other is an annotation, as JSON Schema has it, and is left out."""
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties")
+
+
+def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
+    """The schemas directly inside a schema, each with its path from there."""
+    if not isinstance(schema, dict):
+        return
+    for key in _MAPS:
+        if isinstance(inner := schema.get(key), dict):
+            for name, value in inner.items():
+                yield (key, name), value
+    for key in _LISTS:
+        if isinstance(inner := schema.get(key), list):
+            for i, value in enumerate(inner):
+                yield (key, i), value
+    for key in _SINGLE:
+        if key in schema:
+            yield (key,), schema[key]
+
+
+def prepared(schema: Any, *, closed: bool = False) -> Any:
+    """A copy for the engine.
+
+    Args:
+        closed: objects allow no properties but those they name, unless they say otherwise.
+    """
+    if isinstance(schema, list):
+        return [prepared(s, closed=closed) for s in schema]
+    if not isinstance(schema, dict):
+        return copy.deepcopy(schema)
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            result[key] = {name: prepared(inner, closed=closed) for name, inner in value.items()}
+        elif key in _LISTS or key in _SINGLE:
+            result[key] = prepared(value, closed=closed)
+        elif key == "format" and not (isinstance(value, str) and value in FORMATS):
+            continue
+        else:
+            result[key] = value
+    if closed and "properties" in result:
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+
+
+def malformed(schema: Any, path: Path = (), depth: int = 0) -> tuple[Path, str] | None:
+    """Where `schema` is no JSON schema, and why; None where it looks like one. Needs no grammar engine."""
+    if isinstance(schema, bool):
+        return None
+    if not isinstance(schema, dict):
+        return path, f"a schema is an object, got {type(schema).__name__}"
+    if depth > 64:
+        return path, "nested more than 64 levels deep"
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in TYPES:
+            return (*path, "type"), f"must be one of {', '.join(TYPES)}"
+    for keys, kind, name in ((_MAPS, dict, "an object"), (_LISTS, list, "a list"), (("enum", "required"), list, "a list")):
+        for key in keys:
+            if key in schema and not isinstance(schema[key], kind):
+                return (*path, key), f"must be {name}"
+    if not all(isinstance(name, str) for name in schema.get("required", ())):
+        return (*path, "required"), "must hold names of properties"
+    return next((found for step, inner in subschemas(schema) if (found := malformed(inner, (*path, *step), depth + 1))), None)
+
+
+def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, str]:
+    """Where a refused schema goes wrong: the path of the deepest part that is refused by itself, and what is said of it.
+
+    Args:
+        problem_of: "" for a schema that is fine, else what is wrong with it.
+    """
+    path: Path = ()
+    problem = problem_of(schema)
+    shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
+    node, seen = schema, set[str]()
+    while True:
+        for step, inner in subschemas(node):
+            alone = {**shared, **inner} if isinstance(inner, dict) and step[0] not in shared else inner
+            # A part may be refused only because it stands alone (a $ref into the whole): then it says nothing about the whole.
+            found = problem_of(alone)
+            if found and not _misses_reference(found):
+                path, problem, node = (*path, *step), found, inner
+                break
+        else:
+            reference = node.get("$ref") if isinstance(node, dict) else None
+            if not isinstance(reference, str) or reference in seen or not reference.startswith(("#/$defs/", "#/definitions/")):
+                return path, problem
+            seen.add(reference)
+            _, key, name = reference.split("/", 2)
+            target = schema.get(key, {}).get(name) if isinstance(schema.get(key), dict) else None
+            if not isinstance(target, dict) or not (found := problem_of({**shared, **target})):
+                return path, problem
+            path, problem, node = (key, name), found, target
+
+
+def _misses_reference(problem: str) -> bool:
+    return problem.startswith(("Pointer ", "Resource "))
+
+
+def pointer(path: Path) -> str:
+    """A path as people write it: $.properties.age.items[0]."""
+    return "$" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)

@@ -1,0 +1,25 @@
+"""Finds the grammar engine. The only place that imports it, and only when a request needs it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from octavo.errors import NotYet
+
+INSTALL = "pip install 'octavo[structured]'"
+
+
+def llguidance() -> Any:
+    """The module.
+
+    Raises:
+        NotYet: it is not installed.
+    """
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise NotYet(
+            f"Structured output (response_format, structured_outputs, tool_choice required or named, strict tools) needs the package "
+            f"llguidance, which this server lacks: {INSTALL}."
+        ) from None

@@ -1,0 +1,182 @@
+"""From `StructuredOutputsParams` to the text of a grammar, with every refusal made here, at the door.
+
+Nothing here needs the model: a grammar is checked for form and size by the engine without a vocabulary. The checks are bounded by the
+engine's own fuel (`limits`), which is about a second at most; callers on an event loop run them in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.grammar.json_schema import failing_path, pointer, prepared
+from octavo.grammar.lark import choices, inline_json, json_options
+from octavo.grammar.library import llguidance
+from octavo.grammar.structural_tag import structural_tag_grammar
+from octavo.protocol.params import StructuredOutputsParams
+
+MAX_GRAMMAR_CHARS = 1 << 20
+MAX_CHOICES = 10_000
+
+
+def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs") -> str:
+    """The grammar that `wish` asks for.
+
+    Args:
+        param: the request's field, for error messages.
+
+    Raises:
+        InvalidRequest: malformed, too large, or not supported; a schema's message has the path of the problem.
+        NotYet: the grammar engine is not installed.
+    """
+    options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern)
+    if wish.json is not None:
+        return json_source(parsed_schema(wish.json, param), options, param, closed=wish.disable_additional_properties)
+    if wish.json_object is not None:
+        if not wish.json_object:
+            raise InvalidRequest(f"{param}.json_object must be true (or left out).", param=param)
+        return json_source({"type": "object"}, options, param)
+    if wish.regex is not None:
+        return _checked(_text(wish.regex, "regex", param), "regex", param)
+    if wish.choice is not None:
+        return _choice_source(wish.choice, param)
+    if wish.grammar is not None:
+        return _grammar(_text(wish.grammar, "grammar", param), param)
+    return _checked_source(structural_tag_grammar(_document(wish.structural_tag, param), options, param), f"{param}.structural_tag", param)
+
+
+def parsed_schema(schema: Any, param: str) -> Any:
+    """A schema given as an object or as JSON text.
+
+    Raises:
+        InvalidRequest: it is no JSON, or no schema.
+    """
+    if isinstance(schema, str):
+        if len(schema) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as e:
+            raise InvalidRequest(f"{param}: the JSON schema is not valid JSON: {e}.", param=param) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{param}: a JSON schema is an object, got {type(schema).__name__}.", param=param)
+    if schema is False:
+        raise InvalidRequest(f"{param}: the JSON schema `false` allows nothing.", param=param)
+    return schema
+
+
+def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: bool = False) -> str:
+    """The grammar of the JSON texts that a schema allows.
+
+    Raises:
+        InvalidRequest: with the path in the schema.
+    """
+    matcher = llguidance().LLMatcher
+    schema = {} if schema is True else schema
+
+    def source(part: Any) -> str:
+        text: str = matcher.grammar_from_json_schema(json.dumps(prepared(part, closed=closed)), overrides=options)
+        return text
+
+    def problem_of(part: Any) -> str:
+        try:
+            return _problem(source(part)) if isinstance(part, dict) else ""
+        except (ValueError, RecursionError) as e:
+            return str(e)
+
+    try:
+        text = source(schema)
+    except (ValueError, RecursionError) as e:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: {e}.", param=param) from None
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
+    if _problem(text):
+        path, problem = failing_path(schema, problem_of)
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(path)}: {problem}", param=param)
+    return text
+
+
+def check_lenient(schema: Any, param: str) -> None:
+    """Refuse a schema that cannot be used even where keywords may be left out (parameters of tools).
+
+    Raises:
+        InvalidRequest: with the path in the schema.
+    """
+    json_source(schema, json_options(lenient=True), param)
+
+
+def _choice_source(choice: Any, param: str) -> str:
+    if not isinstance(choice, list | tuple) or not choice or not all(isinstance(c, str) and c for c in choice):
+        raise InvalidRequest(f"{param}.choice must be a non-empty list of non-empty strings.", param=param)
+    if len(choice) > MAX_CHOICES:
+        raise InvalidRequest(f"{param}.choice has {len(choice)} entries; {MAX_CHOICES} are allowed.", param=param)
+    return _checked_source(llguidance().LLMatcher.grammar_from_lark(choices(choice)), f"{param}.choice", param)
+
+
+def _grammar(text: str, param: str) -> str:
+    """Lark, or GBNF/EBNF with `::=`."""
+    library = llguidance()
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            text = any_to_lark(text)
+        except Exception as e:  # the converter has errors of many classes
+            raise InvalidRequest(f"{param}.grammar cannot be read: {one_line(str(e))}", param=param) from None
+    return _checked_source(library.LLMatcher.grammar_from_lark(text), f"{param}.grammar", param)
+
+
+def _checked(text: str, kind: str, param: str) -> str:
+    return _checked_source(llguidance().LLMatcher.grammar_from_regex(text), f"{param}.{kind}", param)
+
+
+def _checked_source(source: str, what: str, param: str) -> str:
+    if problem := _problem(source):
+        raise InvalidRequest(f"{what} cannot be used: {problem}", param=param)
+    return source
+
+
+def _problem(source: str) -> str:
+    """What the engine says against a grammar; "" when it is fine."""
+    failed, messages = llguidance().LLMatcher.validate_grammar_with_warnings(source, None, limits=limits())
+    return one_line(messages[0]) if failed else ""
+
+
+def limits() -> Any:
+    """What one grammar may cost: about a second to build, a tenth to step; tens of MB."""
+    return llguidance().LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def one_line(message: str) -> str:
+    """The engine draws its errors over several lines, and appends its state."""
+    return " ".join(message.partition("<state>")[0].split())[:400]
+
+
+def _text(value: Any, name: str, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{param}.{name} must be a non-empty string.", param=param)
+    if len(value) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{param}.{name} has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
+    return value
+
+
+def _document(value: Any, param: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as e:
+            raise InvalidRequest(f"{param}.structural_tag is not valid JSON: {e}.", param=param) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param}.structural_tag must be an object, or one as JSON text.", param=param)
+    return value
+
+
+__all__ = ["check_lenient", "grammar_source", "inline_json", "json_source", "limits", "parsed_schema"]

@@ -1,0 +1,183 @@
+"""Structural tags: free text in which certain beginnings must be followed by something of a given form.
+
+Two spellings are in use. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. The newer is a tree: {"type":
+"structural_tag", "format": F}, where F is one of const_string, json_schema, any_text, regex, grammar, sequence, or, tag, triggered_tags
+and tags_with_separator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from octavo.errors import InvalidRequest
+from octavo.grammar.json_schema import prepared
+from octavo.grammar.lark import ANY_TEXT, inline_json, literal
+
+MAX_DEPTH = 32
+
+
+def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], param: str) -> str:
+    """The grammar of a structural tag in either spelling.
+
+    Args:
+        options: how JSON is to be written.
+
+    Raises:
+        InvalidRequest: a field is missing or of the wrong type; the message has its path.
+    """
+    writer = _Writer(options, param)
+    if "structures" in document:
+        root = writer.older(document)
+    elif "format" in document:
+        root = writer.format(document["format"], "format")
+    else:
+        writer.refuse("$", 'needs "format" (or "structures" and "triggers")')
+    return "\n".join([f"start: {root}", *writer.rules])
+
+
+class _Writer:
+    """Collects rules; every method returns the name of one."""
+
+    def __init__(self, options: dict[str, Any], param: str) -> None:
+        self._options = options
+        self._param = param
+        self._depth = 0
+        self.rules: list[str] = [f"TEXT: {ANY_TEXT}"]
+
+    def refuse(self, path: str, why: str) -> NoReturn:
+        raise InvalidRequest(f"{self._param}.structural_tag: at {path}: {why}.", param=self._param)
+
+    def older(self, document: dict[str, Any]) -> str:
+        structures, triggers = document.get("structures"), document.get("triggers")
+        if not isinstance(structures, list) or not structures or not all(isinstance(s, dict) for s in structures):
+            self.refuse("structures", "must be a non-empty list of objects with begin, schema and end")
+        tags = [
+            {"begin": s.get("begin"), "content": {"type": "json_schema", "json_schema": s.get("schema", {})}, "end": s.get("end", "")}
+            for s in structures
+        ]
+        return self.triggered({"triggers": triggers, "tags": tags}, "structures")
+
+    def format(self, node: Any, path: str) -> str:
+        kinds: dict[str, Callable[[dict[str, Any], str], str]] = {
+            "const_string": self.const_string,
+            "json_schema": self.json_schema,
+            "qwen_xml_parameter": self.any_text,
+            "any_text": self.any_text,
+            "regex": self.regex,
+            "grammar": self.grammar,
+            "sequence": self.sequence,
+            "or": self.alternatives,
+            "tag": self.tag,
+            "triggered_tags": self.triggered,
+            "tags_with_separator": self.separated,
+        }
+        if not isinstance(node, dict) or node.get("type") not in list(kinds):
+            self.refuse(path, f"type must be one of {', '.join(kinds)}")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            self.refuse(path, f"nested more than {MAX_DEPTH} levels deep")
+        name = kinds[node["type"]](node, path)
+        self._depth -= 1
+        return name
+
+    def const_string(self, node: dict[str, Any], path: str) -> str:
+        return self._rule(literal(self._string(node, ("value", "text"), path)))
+
+    def json_schema(self, node: dict[str, Any], path: str) -> str:
+        schema = node.get("json_schema")
+        if not isinstance(schema, dict | bool):
+            self.refuse(f"{path}.json_schema", "must be a JSON schema")
+        return self._rule(inline_json(prepared(schema), self._options))
+
+    def any_text(self, node: dict[str, Any], path: str) -> str:
+        return self._rule("TEXT")
+
+    def regex(self, node: dict[str, Any], path: str) -> str:
+        pattern = self._string(node, ("pattern",), path)
+        name = f"R{len(self.rules)}"
+        escaped = pattern.replace("/", r"\/")
+        self.rules.append(f"{name}: /{escaped}/")
+        return self._rule(name)
+
+    def grammar(self, node: dict[str, Any], path: str) -> str:
+        text = self._string(node, ("grammar",), path)
+        return self._rule(f"%lark {{\n{text}\n}}")
+
+    def sequence(self, node: dict[str, Any], path: str) -> str:
+        parts = self._list(node, "elements", path)
+        return self._rule(" ".join(self.format(part, f"{path}.elements[{i}]") for i, part in enumerate(parts)))
+
+    def alternatives(self, node: dict[str, Any], path: str) -> str:
+        parts = self._list(node, "elements", path)
+        return self._rule(" | ".join(self.format(part, f"{path}.elements[{i}]") for i, part in enumerate(parts)))
+
+    def tag(self, node: dict[str, Any], path: str) -> str:
+        begin = self._string(node, ("begin",), path)
+        return self._tag_after(node, begin, path)
+
+    def _tag_after(self, node: dict[str, Any], begin: str, path: str) -> str:
+        """A tag of whose beginning only `begin` is left."""
+        ends = node.get("end", "")
+        ends = ends if isinstance(ends, list) else [ends]
+        if not ends or not all(isinstance(end, str) for end in ends):
+            self.refuse(f"{path}.end", "must be a string, or a list of strings")
+        content = node.get("content")
+        if isinstance(content, dict) and content.get("type") in ("any_text", "qwen_xml_parameter"):
+            # The text goes up to the end, not past it.
+            name = f"until_{len(self.rules)}"
+            self.rules.append(f"{name}[lazy]: {' | '.join(f'TEXT {literal(end)}' for end in ends) if any(ends) else 'TEXT'}")
+            return self._rule(f"{literal(begin)} {name}")
+        inner = self.format(content, f"{path}.content")
+        closing = " | ".join(literal(end) or '""' for end in ends)
+        return self._rule(f"{literal(begin)} {inner} ({closing})" if any(ends) else f"{literal(begin)} {inner}")
+
+    def triggered(self, node: dict[str, Any], path: str) -> str:
+        triggers, tags = node.get("triggers"), self._list(node, "tags", path)
+        if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
+            self.refuse(f"{path}.triggers", "must be a non-empty list of non-empty strings")
+        started = []
+        for trigger in triggers:
+            bodies = []
+            for i, tag in enumerate(tags):
+                begin = self._string(tag, ("begin",), f"{path}.tags[{i}]")
+                if begin.startswith(trigger):
+                    bodies.append(self._tag_after(tag, begin[len(trigger) :], f"{path}.tags[{i}]"))
+            if bodies:
+                name = f"trigger_{len(self.rules)}"
+                self.rules.append(f"{name}[lazy]: TEXT {literal(trigger)}")
+                started.append(self._rule(f"{name} ({' | '.join(bodies)})"))
+        for i, tag in enumerate(tags):
+            if not any(tag["begin"].startswith(trigger) for trigger in triggers):
+                self.refuse(f"{path}.tags[{i}].begin", "starts with none of the triggers")
+        repeat = "+" if node.get("at_least_one") else "*"
+        if node.get("stop_after_first"):
+            repeat = "" if node.get("at_least_one") else "?"
+            return self._rule(f"({' | '.join(started)}){repeat}")
+        return self._rule(f"({' | '.join(started)}){repeat} TEXT")
+
+    def separated(self, node: dict[str, Any], path: str) -> str:
+        tags = self._list(node, "tags", path)
+        names = [self.tag(tag, f"{path}.tags[{i}]") for i, tag in enumerate(tags)]
+        one = self._rule(" | ".join(names))
+        separator = literal(self._string(node, ("separator",), path, empty=True))
+        body = one if node.get("stop_after_first") else f"{one} ({separator} {one})*"
+        return self._rule(body if node.get("at_least_one") else f"({body})?")
+
+    def _rule(self, body: str) -> str:
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def _string(self, node: Any, names: tuple[str, ...], path: str, *, empty: bool = False) -> str:
+        values = [node.get(name) for name in names] if isinstance(node, dict) else []
+        value = next((v for v in values if isinstance(v, str) and (v or empty)), None)
+        if value is None:
+            self.refuse(f"{path}.{names[0]}", "must be a string" if empty else "must be a non-empty string")
+        return value
+
+    def _list(self, node: dict[str, Any], name: str, path: str) -> list[Any]:
+        value = node.get(name)
+        if not isinstance(value, list) or not value:
+            self.refuse(f"{path}.{name}", "must be a non-empty list")
+        return value

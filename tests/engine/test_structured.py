@@ -1,0 +1,162 @@
+"""Structured output end to end: the door, the core's constraints, the masks, workers that obey them; alone, in batches, after a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from octavo import LLM, AsyncLLM, InvalidRequest, SamplingParams, StructuredOutputsParams
+from octavo.protocol.params import OutputConstraint
+from tests.support.scripts import scripted_args, token_ids
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def make(folder: Path, **options: Any) -> LLM:
+    args = dataclasses.asdict(scripted_args(folder, **options))
+    return LLM(args.pop("model"), **args)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["synchronous", "asynchronous"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Would say "no, never!" if nothing held it to anything else."""
+    with make(tmp_path_factory.mktemp("s"), default="no, never!", async_scheduling=request.param) as llm:
+        yield llm
+
+
+def say(llm: LLM, prompt: str = "x", *, max_tokens: int = 40, **wish: Any) -> tuple[str, str | None]:
+    params = SamplingParams(max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**wish))
+    output = llm.generate(prompt, params)[0].outputs[0]
+    assert output.error is None
+    return output.text, output.finish_reason
+
+
+def test_a_model_is_held_to_its_grammar(llm: LLM) -> None:
+    assert say(llm, choice=["yes", "maybe"])[0] in ("yes", "maybe")
+    assert say(llm, choice=["no", "yes"]) == ("no", "stop")
+    assert re.fullmatch(r"[0-9]{3}-[a-c]", say(llm, regex="[0-9]{3}-[a-c]")[0])
+    assert say(llm, grammar='start: "SELECT " ("a" | "b")')[0] in ("SELECT a", "SELECT b")
+    text, finish = say(llm, json=SCHEMA, disable_any_whitespace=True, max_tokens=100)
+    assert finish == "stop"
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert say(llm, regex="no, .*", max_tokens=5) == ("no, n", "length")
+
+
+def test_neighbours_are_left_alone(llm: LLM) -> None:
+    wishes = [None, StructuredOutputsParams(choice=["aa", "bb"]), None, StructuredOutputsParams(regex="[xyz]{4}")]
+    params = [SamplingParams(max_tokens=30, structured_outputs=wish) for wish in wishes]
+    free, choice, again, regex = (o.outputs[0].text for o in llm.generate(["a", "b", "c", "d"], params))
+    assert free == again == "no, never!"
+    assert choice in ("aa", "bb")
+    assert re.fullmatch("[xyz]{4}", regex)
+
+
+def test_siblings_each_follow_the_grammar(llm: LLM) -> None:
+    params = SamplingParams(n=5, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["aab", "ccd"]))
+    outputs = llm.generate("x", params)[0].outputs
+    assert [o.text in ("aab", "ccd") and o.finish_reason == "stop" for o in outputs] == [True] * 5
+
+
+def test_the_grammar_ends_the_output_whatever_else_is_wished(llm: LLM) -> None:
+    for more in ({"ignore_eos": True}, {"min_tokens": 15}):
+        params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes"]), **more)
+        output = llm.generate("x", params)[0].outputs[0]
+        assert (output.error, output.finish_reason) == (None, "stop")
+        assert output.text.startswith("yes")
+        assert len(output.token_ids) <= 5
+
+
+def test_stop_strings_still_stop(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, stop="ev", structured_outputs=StructuredOutputsParams(regex="no, n.*"))
+    output = llm.generate("x", params)[0].outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == ("no, n", "stop", "ev")
+
+
+def test_a_bad_grammar_fails_alone_and_before_anything_runs(llm: LLM) -> None:
+    good, bad = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(json={"type": "objekt"})
+    with pytest.raises(InvalidRequest, match=r"Prompt 1 .* \$: .*objekt"):
+        llm.generate(["x", "y"], [SamplingParams(structured_outputs=good), SamplingParams(structured_outputs=bad)])
+    assert say(llm, choice=["a"])[0] == "a"
+
+
+def test_reasoning_is_free_and_the_grammar_begins_behind_it(tmp_path: Path) -> None:
+    end = token_ids(")")
+    with make(tmp_path, default="(mm)no", async_scheduling=True) as llm:
+
+        def think(**marks: Any) -> str:
+            params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(choice=["YES"]))
+            params.constraint = OutputConstraint(reasoning_end_ids=end, reasoning_stop_ids=end, **marks)
+            return llm.generate("x", params)[0].outputs[0].text
+
+        assert think() == "(mm)YES"
+        assert think(reasoning_start_ids=token_ids("(")) == "(mm)YES"
+        assert think(reasoning_start_ids=token_ids("[")) == "YES"
+
+
+@pytest.mark.parametrize(("budget", "text"), [(0, ")mm)no"), (1, "()m)no"), (2, "(m))no"), (3, "(mm)no"), (9, "(mm)no")])
+def test_a_budget_ends_the_reasoning(tmp_path: Path, budget: int, text: str) -> None:
+    end = token_ids(")")
+    with make(tmp_path, default="(mm)no") as llm:
+        params = SamplingParams(max_tokens=30, thinking_token_budget=budget)
+        params.constraint = OutputConstraint(reasoning_end_ids=end, reasoning_stop_ids=end)
+        assert llm.generate("x", params)[0].outputs[0].text == text
+
+
+def test_a_grammar_that_gets_too_complex_fails_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.grammar.compiler import Matcher
+
+    monkeypatch.setattr(Matcher, "problem", lambda self: "too many states")
+    params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    hard, easy = llm.generate(["x", "y"], [params, SamplingParams(max_tokens=20)])
+    assert hard.outputs[0].finish_reason == "error"
+    assert "too many states" in (hard.outputs[0].error or "")
+    assert easy.outputs[0].text == "no, never!"
+    monkeypatch.undo()
+    assert say(llm, choice=["yes"])[0] == "yes"
+
+
+async def test_through_processes_and_across_a_crash(tmp_path: Path) -> None:
+    args = scripted_args(tmp_path, default="no", script={"step_delay_ms": 20})
+    async with await AsyncLLM.start(args) as llm:
+        params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputsParams(regex="(ab){20}"))
+        stream = await llm.submit("x", params)
+        seen = 0
+        async for output in stream:
+            seen = len(output.outputs[0].token_ids)
+            if seen >= 5 and not llm.restarts:
+                assert llm.engine_pid is not None
+                os.kill(llm.engine_pid, signal.SIGKILL)
+                break
+        async for output in stream:
+            last = output.outputs[0]
+        assert (last.text, last.finish_reason) == ("ab" * 20, "stop")
+        assert llm.restarts == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_random_weights_write_valid_json(tmp_path: Path, temperature: float) -> None:
+    """The real worker: logits, masks on them, and sampling."""
+    with LLM(str(write_tiny_checkpoint(tmp_path)), load_format="dummy", device="cpu", dtype="float32") as llm:
+        wish = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=120, structured_outputs=wish, logprobs=2)
+        free = SamplingParams(temperature=0.0, max_tokens=5)
+        before = llm.generate("zz", free)[0].outputs[0].token_ids
+        outputs = llm.generate(["a", "b", "zz"], [params, params, free])
+        for output in outputs[:2]:
+            jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
+        assert outputs[2].outputs[0].token_ids == before

@@ -1,0 +1,134 @@
+"""Structured output over HTTP: every spelling of the wish, and refusals that say where a schema is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.http_server import RunningServer
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"response_format": {"type": "regex", "pattern": "a+"}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True, "regex": None}},
+        {"structured_outputs": {"regex": "[a-z]{3}"}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
+        {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}},
+        {"structured_outputs": {"json_object": True}},
+        {"guided_json": SCHEMA},
+        {"guided_json": True},
+        {"guided_regex": "a+"},
+        {"guided_choice": ["yes"]},
+        {"guided_grammar": 'start: "a"', "guided_decoding_backend": "outlines"},
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, {"prompt": "x"})])
+def test_every_spelling_reaches_the_engine(server: RunningServer, path: str, body: dict[str, Any], extra: dict[str, Any]) -> None:
+    reply = server.post(path, {**body, **extra})
+    assert reply.status_code == 200, reply.text
+    sampling = server.fake.seen[-1].sampling
+    assert sampling.constraint is not None
+    assert sampling.constraint.grammar
+    assert sampling.structured_outputs is None
+
+
+def test_plain_text_is_not_constrained(server: RunningServer) -> None:
+    for extra in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": None}):
+        assert server.post(CHAT, {**HI, **extra}).status_code == 200
+        assert server.fake.seen[-1].sampling.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "part"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "response_format", "at $"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"items": {"not": {}}}}}}}},
+            "response_format",
+            "$.properties.a.items",
+        ),
+        (
+            {"structured_outputs": {"json": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(?=x)"}]}}},
+            "structured_outputs",
+            "$.anyOf[1]",
+        ),
+        (
+            {"guided_json": {"properties": {"a": {"$ref": "#/$defs/q"}}, "$defs": {"q": {"uniqueItems": True}}}},
+            "guided_json",
+            "$.$defs.q",
+        ),
+        ({"guided_json": {"$ref": "#/$defs/missing"}}, "guided_json", "missing"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "object"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs", "non-empty"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs", "nothing"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "grammar"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "non-empty"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "strings"),
+        ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"yaml": "x"}}, "structured_outputs", "yaml"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "format"),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {"type": "sequence", "elements": [{"type": "?"}]}}}},
+            "structured_outputs",
+            "elements[0]",
+        ),
+        ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "b"}, "guided_regex", "Only one"),
+        ({"structured_outputs": {"choice": ["a"]}, "use_beam_search": True, "n": 2}, "use_beam_search", "combined"),
+        ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, {"prompt": "x"})])
+def test_what_cannot_be_done_is_refused_with_its_place(
+    server: RunningServer, path: str, body: dict[str, Any], extra: dict[str, Any], param: str, part: str
+) -> None:
+    good = {"structured_outputs": {"choice": ["yes"]}}
+    assert server.post(path, {**body, **good}).status_code == 200
+    reply = server.post(path, {**body, **extra})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert part in error["message"]
+    assert len(error["message"]) < 1000
+    assert server.post(path, {**body, **good}).status_code == 200
+
+
+def test_a_server_without_the_engine_says_what_to_install(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("llguidance"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", missing)
+    reply = server.post(CHAT, {**HI, "structured_outputs": {"choice": ["never asked before"]}})
+    assert reply.status_code == 501
+    assert "octavo[structured]" in reply.json()["error"]["message"]
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert server.post(CHAT, {**HI, "tools": [tool]}).status_code == 200
+    assert server.post(CHAT, {**HI, "tools": [tool], "tool_choice": "required"}).status_code == 501
+
+
+def test_the_vocabulary_is_what_the_tokens_stand_for(server: RunningServer) -> None:
+    assert server.post(CHAT, {**HI, "structured_outputs": {"choice": ["yes"]}}).status_code == 200
+    vocabulary = server.fake.vocabulary()  # type: ignore[attr-defined]
+    ids = server.tokens("hello world")
+    assert b"".join(vocabulary.tokens[i] for i in ids) == b"hello world"
+    assert vocabulary.eos == [2]
+    assert vocabulary.special == [0, 1, 2]
+    assert "model" in json.loads(vocabulary.tokenizer_json)

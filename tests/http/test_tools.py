@@ -1,0 +1,170 @@
+"""Tools over HTTP: auto, required, named and none; streamed as whole; cut short; with reasoning. The fake engine ignores grammars, so
+what a model would be held to is read off the request that reaches it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from octavo.frontend.http.settings import ServerSettings
+from tests.support.http_server import RunningServer, running_server
+
+PATH = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": PARAMETERS}}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def ask(server: RunningServer, answer: str, **body: Any) -> dict[str, Any]:
+    server.script("", answer)
+    reply = server.post(PATH, {"messages": HI, "tools": [WEATHER, NOW], **body})
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return choice
+
+
+def streamed(server: RunningServer, answer: str, **body: Any) -> dict[str, Any]:
+    """The stream put together as clients do."""
+    server.script("", answer)
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    finish = None
+    for event in server.events(PATH, {"messages": HI, "tools": [WEATHER, NOW], **body}):
+        choice = event["choices"][0]
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        message["reasoning"] += delta.get("reasoning") or ""
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(
+                    {"id": call["id"], "type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}}
+                )
+            message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"].get("arguments", "")
+        finish = choice["finish_reason"] or finish
+    return {"message": message, "finish_reason": finish}
+
+
+def told(choice: dict[str, Any]) -> tuple[Any, ...]:
+    """What matters of a choice, whole or streamed."""
+    message = choice["message"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+    return message.get("content") or "", message.get("reasoning") or "", calls, choice["finish_reason"]
+
+
+def test_a_call(server: RunningServer) -> None:
+    choice = ask(server, CALL)
+    call = choice["message"]["tool_calls"][0]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("answer", "body", "expected"),
+    [
+        ("hello world", {}, ("hello world", "", [], "stop")),
+        ("Wait. " + CALL + CALL, {}, ("Wait.", "", [("weather", '{"city": "Paris"}')] * 2, "tool_calls")),
+        (CALL + CALL, {"parallel_tool_calls": False}, ("", "", [("weather", '{"city": "Paris"}')], "tool_calls")),
+        ('<tool_call>{"name": "now"}</tool_call>', {}, ("", "", [("now", "{}")], "tool_calls")),
+        (CALL, {"tool_choice": "none"}, (CALL, "", [], "stop")),
+        (CALL, {"tool_choice": "required"}, ("", "", [("weather", '{"city": "Paris"}')], "tool_calls")),
+        (CALL, {"tool_choice": NAMED}, ("", "", [("weather", '{"city": "Paris"}')], "stop")),
+        ("no call", {"tool_choice": "required"}, ("no call", "", [], "stop")),
+        ("no call", {"tool_choice": NAMED}, ("no call", "", [], "stop")),
+        ("a <tool_ca", {}, ("a <tool_ca", "", [], "stop")),
+        (CALL, {"stop": "Pa"}, (CALL[: CALL.index("Pa")], "", [], "stop")),
+        (CALL, {"max_tokens": 12}, (CALL[:13], "", [], "length")),
+    ],
+)
+def test_streamed_as_whole(server: RunningServer, answer: str, body: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    assert told(ask(server, answer, **body)) == expected
+    assert told(streamed(server, answer, **body)) == expected
+
+
+def test_arguments_are_streamed(server: RunningServer) -> None:
+    server.script("", CALL, delay=0.002)
+    events = server.events(PATH, {"messages": HI, "tools": [WEATHER]})
+    pieces = [c for e in events for c in e["choices"][0]["delta"].get("tool_calls", [])]
+    assert len(pieces) > 5
+    assert all("id" not in piece for piece in pieces[1:])
+
+
+def test_a_call_cut_by_length_keeps_what_there_is(server: RunningServer) -> None:
+    cut = CALL.index("Pa") + 2
+    expected = ("", "", [("weather", '{"city": "Pa')], "length")
+    assert told(ask(server, CALL, max_tokens=len(server.tokens(CALL[:cut])))) == expected
+    assert told(streamed(server, CALL, max_tokens=len(server.tokens(CALL[:cut])))) == expected
+
+
+def grammar_of(server: RunningServer) -> str:
+    constraint = server.fake.seen[-1].sampling.constraint
+    return "" if constraint is None else constraint.grammar
+
+
+def test_what_the_model_is_held_to(server: RunningServer) -> None:
+    ask(server, CALL)
+    assert grammar_of(server) == ""
+    ask(server, CALL, tool_choice="required")
+    assert "weather" in grammar_of(server)
+    assert "now" in grammar_of(server)
+    ask(server, CALL, tool_choice=NAMED)
+    assert "weather" in grammar_of(server)
+    assert '"now"' not in grammar_of(server)
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    ask(server, CALL, tools=[strict])
+    assert "FREE" in grammar_of(server)
+    ask(server, CALL, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}})
+    assert '"now"' not in grammar_of(server)
+    ask(server, '{"a": 1}', response_format={"type": "json_object"})
+    assert "start: answer | " in grammar_of(server)
+
+
+def test_a_strict_schema_that_cannot_be_enforced_names_its_path(server: RunningServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    reply = server.post(PATH, {"messages": HI, "tools": [tool]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "tools"
+    assert "tools[0].function.parameters" in reply.json()["error"]["message"]
+    assert "$.properties.a" in reply.json()["error"]["message"]
+    del tool["function"]["strict"]  # type: ignore[attr-defined]
+    assert server.post(PATH, {"messages": HI, "tools": [tool], "tool_choice": "required"}).status_code == 200
+
+
+def test_logprobs_and_token_ids_are_all_there_though_text_is_held_back(server: RunningServer) -> None:
+    server.script("", CALL)
+    events = server.events(PATH, {"messages": HI, "tools": [WEATHER], "logprobs": True, "return_token_ids": True})
+    ids = [i for e in events for i in e["choices"][0].get("token_ids") or []]
+    scored = [entry for e in events for entry in (e["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert len(ids) == len(scored) == len(server.tokens(CALL)) + 1
+
+
+THINKING = "<think>\nHm.\n</think>\n\nFine. " + CALL
+
+
+def test_reasoning(checkpoint: Any) -> None:
+    with running_server(checkpoint, ServerSettings(reasoning_parser="qwen3", tool_call_parser="hermes")) as server:
+        expected = ("Fine.", "Hm.", [("weather", '{"city": "Paris"}')], "tool_calls")
+        assert told(ask(server, THINKING)) == expected
+        assert told(streamed(server, THINKING)) == expected
+        assert told(ask(server, THINKING, include_reasoning=False)) == ("Fine.", "", expected[2], "tool_calls")
+        assert told(streamed(server, THINKING, include_reasoning=False)) == ("Fine.", "", expected[2], "tool_calls")
+        assert "reasoning" not in ask(server, "plain")["message"]
+
+
+def test_parsers_can_be_turned_off(checkpoint: Any) -> None:
+    with running_server(checkpoint, ServerSettings(reasoning_parser="none", tool_call_parser="none")) as server:
+        assert told(ask(server, THINKING)) == (THINKING, "", [], "stop")
+
+
+def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) -> None:
+    with running_server(checkpoint, ServerSettings(trust_request_chat_template=True)) as server:
+        template = "{{ enable_thinking is defined and not enable_thinking }} {{ reasoning_effort }}"
+        server.post(PATH, {"messages": HI, "chat_template": template, "reasoning_effort": "none"})
+        assert server.llm.tokenizer.decode(server.fake.seen[-1].prompt_token_ids) == "True none"

@@ -1,0 +1,135 @@
+"""Requests that wait for a grammar: they hold nobody up, can be aborted, fail alone, and leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from octavo.grammar.compiler import GrammarCompiler
+from octavo.protocol.engine import FinishReason, Vocabulary
+from octavo.protocol.params import OutputConstraint
+from tests.support.core_engine import EOS, Engine
+
+ANY = OutputConstraint(grammar="start: /x*/")
+"""Every token of the test vocabulary is an x."""
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Grammars are compiled when this is set."""
+    go = threading.Event()
+    compile_now = GrammarCompiler.compile
+
+    def compile_later(self: GrammarCompiler, source: str) -> Future[Any]:
+        real, later = compile_now(self, source), Future[Any]()
+
+        def wait() -> None:
+            go.wait(10)
+            try:
+                later.set_result(real.result())
+            except Exception as error:
+                later.set_exception(error)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return later
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_later)
+    return go
+
+
+@pytest.mark.parametrize("inflight", [0, 1])
+def test_a_request_that_waits_holds_nobody_up(slow: threading.Event, inflight: int) -> None:
+    engine = Engine(inflight=inflight)
+    engine.add("grammar", [3] * 5, max_tokens=4, ignore_eos=True, constraint=ANY)
+    engine.add("plain", [4] * 5, max_tokens=6, ignore_eos=True)
+    while not engine.seen.get(("plain", 0)) or not engine.seen["plain", 0].ends:
+        engine.step()
+    assert ("grammar", 0) not in engine.seen
+    assert engine.core.has_work()
+    slow.set()
+    engine.run()
+    assert len(engine.tokens("grammar")) == 4
+    assert engine.seen["grammar", 0].error is None
+    engine.check_idle()
+
+
+def test_waiting_for_long_is_not_being_stuck(slow: threading.Event) -> None:
+    engine = Engine()
+    engine.add("a", [3] * 5, max_tokens=2, ignore_eos=True, constraint=ANY)
+    for _ in range(50):
+        engine.step()
+    assert not engine.seen
+    slow.set()
+    engine.run()
+    assert engine.seen["a", 0].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("index", [None, 0, 1])
+def test_aborted_while_it_waits(slow: threading.Event, index: int | None) -> None:
+    engine = Engine()
+    engine.add("a", [3] * 5, n=3, max_tokens=3, ignore_eos=True, constraint=ANY)
+    engine.step()
+    engine.abort("a", index=index)
+    engine.step()
+    slow.set()
+    engine.run()
+    for i in range(3):
+        aborted = index in (None, i)
+        assert engine.seen["a", i].reason is (FinishReason.ABORT if aborted else FinishReason.LENGTH)
+        assert len(engine.seen["a", i].tokens) == (0 if aborted else 3)
+    engine.check_idle()
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_every_sibling_and_nobody_else() -> None:
+    engine = Engine()
+    engine.add("bad", [3] * 5, n=3, max_tokens=3, constraint=OutputConstraint(grammar="start: nothing"))
+    engine.add("good", [3] * 5, max_tokens=3, ignore_eos=True)
+    engine.run()
+    for i in range(3):
+        assert engine.seen["bad", i].reason is FinishReason.ERROR
+        assert "nothing" in (engine.seen["bad", i].error or "")
+    assert len(engine.tokens("good")) == 3
+    engine.check_idle()
+
+
+def test_no_vocabulary_is_an_error_of_the_request() -> None:
+    engine = Engine()
+    engine.core.set_vocabulary(Vocabulary([], [], [EOS]))
+    engine.add("a", [3] * 5, max_tokens=3, constraint=ANY)
+    engine.run()
+    assert "vocabulary" in (engine.seen["a", 0].error or "")
+    engine.check_idle()
+
+
+def test_a_token_that_the_grammar_forbids_fails_the_request() -> None:
+    """Workers obey masks; one that does not must not be believed."""
+    engine = Engine()
+    engine.core.set_vocabulary(Vocabulary([b"x"] * 64, [], [EOS]))
+    engine.add("a", [3] * 5, max_tokens=9, ignore_eos=True, constraint=OutputConstraint(grammar='start: "xx"'))
+    engine.run()
+    assert engine.seen["a", 0].reason in (FinishReason.ERROR, FinishReason.STOP)
+    assert len(engine.seen["a", 0].tokens) <= 3
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("inflight", [0, 1, 2])
+def test_a_constrained_row_gets_a_token_in_every_step(inflight: int) -> None:
+    engine = Engine(inflight=inflight)
+    engine.add("a", [3] * 5, max_tokens=10, ignore_eos=True, constraint=ANY)
+    engine.add("b", [4] * 5, max_tokens=60, ignore_eos=True)
+    engine.run()
+    assert len(engine.tokens("a")) == 10
+    assert engine.seen["b", 0].error is None
+    masked = [i for i, plan in enumerate(engine.worker.plans) if plan.masks is not None]
+    assert masked == list(range(masked[0], masked[0] + 10))
+
+
+def test_a_resumed_request_goes_on_in_its_grammar() -> None:
+    engine = Engine()
+    engine.add("a", [3] * 5, output_token_ids=[7, 8], max_tokens=6, ignore_eos=True, constraint=OutputConstraint(grammar="start: /x{6}/"))
+    engine.run()
+    assert engine.seen["a", 0].error is None
+    assert len(engine.tokens("a")) == 4

@@ -1,0 +1,124 @@
+"""Wishes as grammars: what is refused, and where a schema is said to be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import InvalidRequest
+from octavo.grammar.json_schema import malformed, pointer, prepared
+from octavo.grammar.source import check_lenient, grammar_source
+from octavo.protocol.params import StructuredOutputsParams
+
+
+def refusal(**wish: Any) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        grammar_source(StructuredOutputsParams(**wish))
+    assert refused.value.param == "structured_outputs"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "objekt"}, "$: "),
+        ({"properties": {"a": {"type": "array", "items": {"uniqueItems": True, "type": "array"}}}}, "$.properties.a.items: "),
+        ({"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(?=a)"}]}, "$.anyOf[1]: "),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"not": {"type": "null"}}}}, "$.$defs.x: "),
+        ({"$ref": "#/$defs/gone"}, "$: "),
+        ({"$ref": "http://example.com/x.json"}, "$: "),
+    ],
+)
+def test_a_schema_is_refused_where_it_is_wrong(schema: Any, place: str) -> None:
+    assert f"at {place}" in refusal(json=schema)
+
+
+def test_limits() -> None:
+    assert "characters" in refusal(regex="a" * (1 << 20) + "b")
+    assert "10000 are allowed" in refusal(choice=["x"] * 10_001)
+    assert "must be true" in refusal(json_object=False)
+    with pytest.raises(InvalidRequest, match="nothing"):
+        grammar_source(StructuredOutputsParams(json="false"))
+    deep: Any = {"type": "string"}
+    for _ in range(3000):
+        deep = {"items": deep}
+    assert "JSON schema cannot be used" in refusal(json=deep)
+
+
+def test_a_costly_grammar_is_refused() -> None:
+    schema = {"properties": {f"f{i}": {"enum": [f"v{i}_{j}" for j in range(200)]} for i in range(500)}}
+    assert "too big" in refusal(json=schema)
+
+
+def test_lenient_schemas_may_have_what_cannot_be_enforced() -> None:
+    check_lenient({"type": "array", "uniqueItems": True}, "tools")
+    with pytest.raises(InvalidRequest, match=r"tools: .*objekt"):
+        check_lenient({"type": "objekt"}, "tools")
+
+
+def test_what_is_prepared() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "int32"}, "format": {"type": "string"}}}
+    assert prepared(schema)["properties"]["a"] == {"type": "string"}
+    assert prepared(schema)["properties"]["format"] == {"type": "string"}
+    assert prepared(schema, closed=True)["additionalProperties"] is False
+    assert "additionalProperties" not in schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ([], "$"),
+        ({"type": "objekt"}, "$.type"),
+        ({"properties": []}, "$.properties"),
+        ({"properties": {"a": 3}}, "$.properties.a"),
+        ({"items": {"anyOf": {}}}, "$.items.anyOf"),
+        ({"required": "a"}, "$.required"),
+        ({"required": [1]}, "$.required"),
+        ({"type": ["string", "nul"]}, "$.type"),
+    ],
+)
+def test_what_is_no_schema(schema: Any, place: str) -> None:
+    found = malformed(schema)
+    assert found is not None
+    assert pointer(found[0]) == place
+
+
+def test_what_is_a_schema() -> None:
+    for schema in (True, {}, {"type": ["string", "null"]}, {"properties": {"required": {"type": "array", "items": {}}}, "required": []}):
+        assert malformed(schema) is None
+
+
+TAG = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"type": "object"}}, "end": "</f>"}
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f"]},
+        {"format": {"type": "tag", **TAG}},
+        {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "at_least_one": True, "stop_after_first": True}},
+        {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ", "}},
+        {"format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+        {"format": {"type": "or", "elements": [{"type": "const_string", "value": "a/b"}, {"type": "regex", "pattern": "a/[0-9]"}]}},
+        {"format": {"type": "sequence", "elements": [{"type": "grammar", "grammar": 'start: "x"'}, {"type": "any_text"}]}},
+    ],
+)
+def test_structural_tags(tag: dict[str, Any]) -> None:
+    assert grammar_source(StructuredOutputsParams(structural_tag=tag))
+
+
+@pytest.mark.parametrize(
+    ("tag", "place"),
+    [
+        ({"structures": [], "triggers": ["<"]}, "structures"),
+        ({"structures": [{"begin": "<f>", "schema": {}}], "triggers": ["["]}, "begin"),
+        ({"format": {"type": "tag", **TAG, "begin": ""}}, "format.begin"),
+        ({"format": {"type": "tag", **TAG, "end": 3}}, "format.end"),
+        ({"format": {"type": "sequence", "elements": []}}, "format.elements"),
+        ({"format": {"type": "json_schema", "json_schema": 3}}, "format.json_schema"),
+        ({"format": {"type": "json_schema", "json_schema": {"type": "objekt"}}}, "objekt"),
+    ],
+)
+def test_bad_structural_tags(tag: dict[str, Any], place: str) -> None:
+    assert place in refusal(structural_tag=tag)
