@@ -25,6 +25,12 @@ LONGROPE = {
     "original_max_position_embeddings": 32,
 }
 
+WINDOWED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+BY_LAYER = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -48,6 +54,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {**WINDOWED, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3", {**WINDOWED, "query_pre_attn_scalar": 10, "rope_parameters": BY_LAYER}),
+    "phi3": ("phi3", {"sliding_window": 6}),
+    "phi3-longrope": ("phi3", {"rope_parameters": {"rope_theta": 100.0, **LONGROPE}}),
+    "phi4-mini": ("phi3", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}}),
+    "phi": ("phi", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", WINDOWED),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0, "mlp_bias": True},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
+    "gpt2": ("gpt2", {"n_positions": 256}),
+    "pythia": ("gpt_neox", {}),
+    "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "falcon-7b": ("falcon", {"multi_query": True}),
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "falcon-rw": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-12b": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere-plus": ("cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.5}),
+    "cohere2": ("cohere2", {**WINDOWED, "logit_scale": 0.5}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "glm": ("glm", {"attention_bias": True}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "nemotron": ("nemotron", {}),
+    "ministral": ("ministral", WINDOWED),
 }
 
 

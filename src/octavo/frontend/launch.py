@@ -55,6 +55,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
     Raises:
         OctavoError: the model cannot be found or a setting cannot work.
     """
+    from octavo.checkpoint.pooling import pooling_settings
     from octavo.checkpoint.resolve import eos_token_ids, resolve_checkpoint
     from octavo.config.device import detect_device
     from octavo.config.resolve import resolve
@@ -69,6 +70,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         load_format=args.load_format,
         progress=progress,
     )
+    pooling = pooling_settings(checkpoint, args.runner)
     config = resolve(
         args,
         path=checkpoint.path,
@@ -76,6 +78,8 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         hf_config=checkpoint.hf_config,
         eos_token_ids=eos_token_ids(checkpoint),
         device=device,
+        pooling=None if pooling is None else pooling.config,
+        pooling_length=None if pooling is None else pooling.max_length,
     )
     defaults = default_sampling_params(checkpoint, args)
     for warning in config.warnings:

@@ -10,28 +10,53 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.models.decoder import Weights
+from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.spec import ModelSpec, Parameter, parameters
 from octavo.ops.packed import EncodedRows, LinearWeight, Panels, PanelWeight
 from octavo.ops.registry import Ops
+from octavo.weights.arrange import reordered, transposed
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
 
-_IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
+_IGNORED = re.compile(
+    r"rotary_emb\.(\w+_)?(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.(attn|attention)\.bias$|embeddings\.position_ids$"
+)
 """Buffers that older exporters saved; they follow from the config."""
-_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(0|[1-9]\d{0,5})(?=\.)")
 
 
 class Assembly:
     """The parameters of one model while they are being filled. `add` each tensor, then `finish`."""
 
-    def __init__(self, spec: ModelSpec, targets: Mapping[str, Target], ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec | EncoderSpec,
+        targets: Mapping[str, Target],
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        prefix: str = "",
+        strip: tuple[str, ...] = (),
+        ignored: str | None = None,
+    ) -> None:
+        """
+        Args:
+            prefix: what checkpoints of the model without its head leave out in front of every name.
+            strip: what some checkpoints put in front of every name.
+            ignored: regular expression of tensors that are left out where the model has no place for them.
+        """
         self._spec = spec
         self._targets = targets
+        self._prefix = prefix
+        self._strip = strip
+        self._left_out = None if ignored is None else re.compile(ignored)
         self._ops = ops
         self._dtype = dtype
         self._device = device
-        self._parameters = {p.name: p for p in parameters(spec)}
+        listed = parameters(spec) if isinstance(spec, ModelSpec) else encoder_parameters(spec)
+        self._parameters = {p.name: p for p in listed}
         self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._parameters.items()}
         """Parameter -> parts not yet filled; the part None is the whole of a parameter without parts."""
         self._partial: dict[str, torch.Tensor] = {}
@@ -50,23 +75,33 @@ class Assembly:
         """
         if _IGNORED.search(stored.name):
             return
-        found = _LAYER.search(stored.name)
-        pattern = stored.name if found is None else f"{stored.name[: found.start()]}{{i}}{stored.name[found.end() :]}"
-        target = self._targets.get(pattern)
-        if target is not None and target.parameter == "head" and self._spec.tied_embeddings:
+        pattern, numbers = _pattern(stored.name)
+        target = self._target(pattern)
+        if target is not None and target.parameter == "head" and (self._spec.tied_embeddings or not self._spec.has_head):
             return  # some exporters write the shared matrix twice
-        parameter = self._parameters.get(target.parameter.format(i=found and found[0])) if target is not None else None
-        if target is None or parameter is None:
+        parameter = self._parameters.get(target.parameter.format(**numbers)) if target is not None else None
+        part = target.part.format(**numbers) if target is not None and target.part else None
+        if parameter is None and self._left_out is not None and self._left_out.search(stored.name):
+            return
+        if target is None or parameter is None or (part is not None and part not in parameter.parts):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
                 f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
             )
-        self._fill(parameter, target.part, stored)
+        if target.transposed:
+            stored = transposed(stored)
+        if target.order is not None:
+            stored = reordered(stored, target.order(self._spec))
+        self._fill(parameter, part, stored)
+
+    def _target(self, pattern: str) -> Target | None:
+        stripped = (pattern.removeprefix(prefix) for prefix in self._strip)
+        return next((t for name in (pattern, self._prefix + pattern, *stripped) if (t := self._targets.get(name)) is not None), None)
 
     def _fill(self, parameter: Parameter, part: str | None, stored: StoredTensor) -> None:
         start, stop = parameter.parts[part] if part else (0, parameter.shape[0])
         shape = (stop - start, *parameter.shape[1:])
-        if stored.shape != shape:
+        if _without_ones(stored.shape) != _without_ones(shape):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {list(shape)}."
             )
@@ -76,7 +111,7 @@ class Assembly:
         if self._packs(parameter):
             self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
         else:
-            stored.copy_into(self._buffer(parameter)[start:stop])
+            stored.copy_into(self._buffer(parameter)[start:stop].view(stored.shape))
         self._missing[parameter.name] -= filled
         if not self._missing[parameter.name]:
             self._complete(parameter)
@@ -116,7 +151,7 @@ class Assembly:
         if parameter.kind != "linear":
             self._tensors[parameter.name] = tensor
             self._nbytes += tensor.nbytes
-        if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings):
+        if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings and self._spec.has_head):
             name = "head" if parameter.name == "embed" else parameter.name
             self._linears[name] = packed = self._ops.pack_linear(tensor)
             self._nbytes += 0 if packed.data is tensor and parameter.kind != "linear" else packed.nbytes
@@ -151,12 +186,31 @@ class Assembly:
         return Weights(self._tensors, self._linears, self._panels, self._nbytes)
 
     def _source_name(self, name: str, part: str | None) -> str:
-        found = _LAYER.search(name)
-        pattern = name if found is None else f"{name[: found.start()]}{{i}}{name[found.end() :]}"
+        """What the checkpoint should have called it."""
         for source, target in self._targets.items():
-            if target == Target(pattern, part):
-                return source.format(i=found and found[0])
+            wanted = re.escape(f"{target.parameter}|{target.part}")
+            pattern = wanted.replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
+            if (match := re.fullmatch(pattern, f"{name}|{part}")) is not None:
+                return source.format(**match.groupdict())
         return name
+
+
+def _pattern(name: str) -> tuple[str, dict[str, str]]:
+    """A tensor's name with its first two numbers replaced by {i} and {e}, and what stood there."""
+    numbers: dict[str, str] = {}
+
+    def replaced(match: re.Match[str]) -> str:
+        if len(numbers) == 2:
+            return match[0]
+        key = "e" if numbers else "i"
+        numbers[key] = match[0]
+        return f"{{{key}}}"
+
+    return _NUMBER.sub(replaced, name), numbers
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _float_rows(tensor: torch.Tensor) -> EncodedRows:

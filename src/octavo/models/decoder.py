@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 
 from octavo.attention.base import Attend, LayerSpec
-from octavo.layers.attention import Attention, QkNorm
+from octavo.layers.attention import Attention, QkNorm, WideQkNorm
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import GatedMlp
-from octavo.layers.rope import Rotation, cos_sin_table
+from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
+from octavo.layers.norm import LayerNorm, Norm, RmsNorm
+from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
 from octavo.models.spec import ModelSpec
 from octavo.ops.packed import LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
@@ -66,15 +67,15 @@ class Weights:
 @dataclass(frozen=True)
 class _Layer:
     attention: Attention
-    mlp: GatedMlp
-    attention_post_norm: torch.Tensor | None
-    """[hidden]; norm of the attention block's output."""
-    mlp_norm: torch.Tensor | None
-    """[hidden]; norm in front of the MLP."""
-    mlp_post_norm: torch.Tensor | None
-    """[hidden]; norm of the MLP's output."""
-    next_norm: torch.Tensor | None
-    """[hidden]; the norm in front of what follows: the next layer's attention, or the head."""
+    mlp: Mlp
+    attention_post_norm: Norm | None
+    """Of the attention block's output."""
+    mlp_norm: Norm | None
+    """In front of the MLP."""
+    mlp_post_norm: Norm | None
+    """Of the MLP's output."""
+    next_norm: Norm | None
+    """In front of what follows: the next layer's attention, or the head."""
 
 
 class Decoder:
@@ -90,21 +91,37 @@ class Decoder:
         self.weights_bytes = weights.nbytes
         self._ops = ops
         self._embedding = weights.tensors["embed"]
-        self._head = Linear(weights.linears["head"], None, ops)
-        self._first_norm = weights.tensors.get("layers.0.attention_norm")
+        # Gemma was trained with the scale in the model's own precision.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype))
+        self._positions = weights.tensors.get("positions")
+        self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head else None
+        self._first_norm = _norm("layers.0.attention_norm", spec, weights, ops)
         self._layers = tuple(_layer(i, spec, weights, ops) for i in range(spec.num_layers))
-        self._cos_sin = cos_sin_table(spec.rope, max_length, self._embedding.device)
+        device = self._embedding.device
+        tables = {
+            rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
+            for rope in dict.fromkeys(spec.ropes)
+        }
+        self._tables = list(tables.values())
+        self._rope_of_layer = [list(tables).index(rope) for rope in spec.ropes]
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """See `Model.forward`."""
-        ops, spec = self._ops, self.spec
-        rotation = Rotation(self._cos_sin, positions)
-        residual = ops.embedding(token_ids, self._embedding)
-        if spec.embedding_scale != 1.0:
-            residual = residual * spec.embedding_scale
-        x = residual if self._first_norm is None else ops.rms_norm(residual, self._first_norm, spec.norm_eps)
-        for layer in self._layers:
+        spec = self.spec
+        rotations = [Rotation(table, positions) for table in self._tables]
+        residual = self._ops.embedding(token_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        if self._positions is not None:
+            residual = residual + self._positions[positions]
+        x = residual if self._first_norm is None else self._first_norm(residual)
+        for index, layer in enumerate(self._layers):
+            rotation = rotations[self._rope_of_layer[index]]
+            if spec.parallel_blocks:
+                mlp = layer.mlp(x if layer.mlp_norm is None else layer.mlp_norm(residual))
+                x, residual = self._join(layer.attention(x, rotation, attend) + mlp, residual, None, layer.next_norm)
+                continue
             x, residual = self._join(layer.attention(x, rotation, attend), residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
         return x
@@ -117,6 +134,7 @@ class Decoder:
     @torch.inference_mode()
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: as the head computes them, unless they are scaled or capped, which is done in float32."""
+        assert self._head is not None, "a model that pools makes no logits"
         logits = self._head(hidden)
         if self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None:
             return logits
@@ -128,35 +146,54 @@ class Decoder:
         return logits
 
     def _join(
-        self, x: torch.Tensor, residual: torch.Tensor, post_norm: torch.Tensor | None, next_norm: torch.Tensor | None
+        self, x: torch.Tensor, residual: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block's output to the residual stream; what the next block reads, and the new stream."""
-        eps = self.spec.norm_eps
         if post_norm is not None:
-            x = self._ops.rms_norm(x, post_norm, eps)
+            x = post_norm(x)
         if self.spec.residual_multiplier != 1.0:
             x = x * self.spec.residual_multiplier
         if next_norm is None:
             residual = residual + x
             return residual, residual
-        return self._ops.add_rms_norm(x, residual, next_norm, eps)
+        return next_norm.add(x, residual)
+
+
+def _norm(name: str, spec: ModelSpec, weights: Weights, ops: Ops) -> Norm | None:
+    weight = weights.tensors.get(name)
+    if weight is None:
+        return None
+    if spec.norm == "rms":
+        return RmsNorm(weight, spec.norm_eps, ops)
+    return LayerNorm(weight, weights.tensors.get(name + ".bias"), spec.norm_eps)
+
+
+def _qk_norm(prefix: str, spec: ModelSpec, weights: Weights) -> QkNorm | WideQkNorm | None:
+    q, k = weights.tensors.get(prefix + "q_norm"), weights.tensors.get(prefix + "k_norm")
+    if q is None or k is None:
+        return None
+    if spec.norm == "rms" and spec.qk_norm_scope == "head":
+        return QkNorm(q, k, spec.norm_eps)
+    return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all")
 
 
 def _layer(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> _Layer:
-    def tensor(name: str) -> torch.Tensor | None:
-        return weights.tensors.get(f"layers.{index}.{name}")
+    prefix = f"layers.{index}."
+
+    def norm(name: str) -> Norm | None:
+        return _norm(prefix + name, spec, weights, ops)
 
     def linear(name: str) -> Linear:
-        return Linear(weights.linears[f"layers.{index}.{name}.weight"], tensor(name + ".bias"), ops)
+        return Linear(weights.linears[f"{prefix}{name}.weight"], weights.tensors.get(f"{prefix}{name}.bias"), ops)
 
-    q_norm, k_norm = tensor("q_norm"), tensor("k_norm")
-    qk_norm = None if q_norm is None or k_norm is None else QkNorm(q_norm, k_norm, spec.norm_eps)
+    qk_norm = _qk_norm(prefix, spec, weights)
+    up, down, activation = linear("gate_up"), linear("down"), spec.mlp.activation
     last = index == spec.num_layers - 1
     return _Layer(
         attention=Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops),
-        mlp=GatedMlp(linear("gate_up"), linear("down"), spec.mlp.activation, ops),
-        attention_post_norm=tensor("attention_post_norm"),
-        mlp_norm=tensor("mlp_norm"),
-        mlp_post_norm=tensor("mlp_post_norm"),
-        next_norm=weights.tensors["norm"] if last else weights.tensors.get(f"layers.{index + 1}.attention_norm"),
+        mlp=GatedMlp(up, down, activation, ops) if spec.mlp.gated else PlainMlp(up, down, activation),
+        attention_post_norm=norm("attention_post_norm"),
+        mlp_norm=norm("mlp_norm"),
+        mlp_post_norm=norm("mlp_post_norm"),
+        next_norm=_norm("norm" if last else f"layers.{index + 1}.attention_norm", spec, weights, ops),
     )

@@ -17,7 +17,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.rope import FrequencyDivisors
 from octavo.models.assembly import Assembly
-from octavo.models.compiled import build_decoder
+from octavo.models.compiled import build_decoder, compilable
 from octavo.models.decoder import Model, Weights
 from octavo.models.families.base import Family
 from octavo.models.registry import model_spec
@@ -51,7 +51,7 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     else:
         spec, family = _gguf_spec(model.hf_config, gguf)
     dtype: torch.dtype = getattr(torch, model.dtype)
-    if dtype != torch.float32:
+    if dtype != torch.float32 or not compilable(spec):
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
@@ -59,7 +59,7 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     if 0 < config.device.total_bytes < needed:
         raise ConfigError(_too_large(config, needed))
 
-    assembly = Assembly(spec, family.weights, ops, dtype, device)
+    assembly = Assembly(spec, family.weights, ops, dtype, device, prefix=family.prefix)
     try:
         with torch.no_grad():
             if model.load_format == "dummy":

@@ -6,12 +6,49 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import UnsupportedModel
-from octavo.models.families import llama, mistral, qwen2, qwen3
+from octavo.models.families import (
+    cohere,
+    falcon,
+    further,
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    qwen2,
+    qwen3,
+    stablelm,
+    starcoder2,
+)
 from octavo.models.families.base import Family
 from octavo.models.hf_config import HfConfig
 from octavo.models.spec import ModelSpec
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma.GEMMA,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    phi.PHI,
+    phi.PHI3,
+    olmo.OLMO2,
+    olmo.OLMO3,
+    granite.FAMILY,
+    starcoder2.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    falcon.FAMILY,
+    stablelm.FAMILY,
+    cohere.COHERE,
+    cohere.COHERE2,
+    *further.FAMILIES,
+)
 
 
 def supported_architectures() -> tuple[str, ...]:

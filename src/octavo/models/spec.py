@@ -5,8 +5,8 @@ A family file makes one from a Hugging Face config; the decoder reads nothing el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.attention.base import LayerSpec
@@ -16,11 +16,13 @@ from octavo.ops.registry import Activation
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated feed-forward block. A mixture of experts is another class in the same place of `ModelSpec`."""
+    """A dense feed-forward block."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
+    """down(activation(gate(x)) * up(x)); without a gate it is down(activation(up(x)))."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,17 @@ class ModelSpec:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm of each head of q and k before the rotation."""
+    """A norm of q and k before the rotation, of the model's kind and without bias."""
+    qk_norm_scope: Literal["head", "heads", "all"] = "head"
+    """Over each head with one weight for all heads; over each with a weight of its own; or over all heads at once."""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms before a block reads the residual stream, after its output (before the add), or both."""
+    parallel_blocks: bool = False
+    """Attention and MLP both read the residual stream as the layer finds it (GPT-J's arrangement); norms come before only."""
+    shared_norm: bool = False
+    """With parallel blocks: one norm for both."""
     norm_unit_offset: bool = False
     """Checkpoints store norm weights minus one; the one is added at load."""
     attention_scale: float | None = None
@@ -58,10 +68,31 @@ class ModelSpec:
     """On each block's output before it joins the residual stream."""
     logit_scale: float = 1.0
     """On the logits, before the soft cap."""
+    has_head: bool = True
+    """Makes logits over the vocabulary; a model that pools does not."""
+    labels: int = 0
+    """Classes of a linear head over hidden states, instead; 0: there is none."""
+    label_bias: bool = False
+    causal: bool = True
+    """Only for models that pool: others are."""
+    head_bias: bool = False
+    learned_positions: int = 0
+    """Rows of a table of position embeddings that is added to the token's; 0 for none."""
+    layer_ropes: tuple[RopeSpec | None, ...] = ()
+    """One entry a layer where they differ, None for a layer without rotation; empty: `rope` everywhere."""
 
     @property
     def num_layers(self) -> int:
         return len(self.sliding_windows)
+
+    def with_ropes(self, ropes: Iterable[RopeSpec | None]) -> ModelSpec:
+        """The same model with a rotation for each layer, None for none."""
+        return replace(self, layer_ropes=tuple(ropes))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec | None, ...]:
+        """The rotation of each layer."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -79,7 +110,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["linear", "embedding", "norm", "bias"]
+    kind: Literal["linear", "embedding", "table", "norm", "bias"]
     parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Part name -> rows [start, stop) of the first dimension. Empty: it has no parts."""
 
@@ -87,37 +118,69 @@ class Parameter:
 def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     """Every parameter of a model, in the order that the forward pass reads them."""
     out = [Parameter("embed", (spec.vocab_size, spec.hidden_size), "embedding")]
+    if spec.learned_positions:
+        out.append(Parameter("positions", (spec.learned_positions, spec.hidden_size), "table"))
     for layer in range(spec.num_layers):
         out += _layer_parameters(spec, f"layers.{layer}.")
-    out.append(Parameter("norm", (spec.hidden_size,), "norm"))
-    if not spec.tied_embeddings:
+    out += _norm(spec, "norm")
+    if not spec.tied_embeddings and spec.has_head:
         out.append(Parameter("head", (spec.vocab_size, spec.hidden_size), "linear"))
+    if spec.labels:
+        out.append(Parameter("classifier.weight", (spec.labels, spec.hidden_size), "linear"))
+    if spec.label_bias:
+        out.append(Parameter("classifier.bias", (spec.labels,), "bias"))
+    if spec.head_bias and spec.has_head:
+        out.append(Parameter("head.bias", (spec.vocab_size,), "bias"))
     return tuple(out)
 
 
 def _layer_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
-    hidden, inner, head_dim = spec.hidden_size, spec.mlp.intermediate_size, spec.head_dim
+    hidden, head_dim = spec.hidden_size, spec.head_dim
     q_rows, kv_rows = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
     qkv = {"q": (0, q_rows), "k": (q_rows, q_rows + kv_rows), "v": (q_rows + kv_rows, q_rows + 2 * kv_rows)}
-    gate_up = {"gate": (0, inner), "up": (inner, 2 * inner)}
-
     out = [
         Parameter(prefix + "qkv.weight", (q_rows + 2 * kv_rows, hidden), "linear", qkv),
         Parameter(prefix + "attention_out.weight", (hidden, q_rows), "linear"),
-        Parameter(prefix + "gate_up.weight", (2 * inner, hidden), "linear", gate_up),
-        Parameter(prefix + "down.weight", (hidden, inner), "linear"),
+        *_mlp_parameters(spec.mlp, hidden, prefix),
     ]
     if spec.qkv_bias:
         out.append(Parameter(prefix + "qkv.bias", (q_rows + 2 * kv_rows,), "bias", qkv))
     if spec.attention_out_bias:
         out.append(Parameter(prefix + "attention_out.bias", (hidden,), "bias"))
-    if spec.mlp.bias:
-        out.append(Parameter(prefix + "gate_up.bias", (2 * inner,), "bias", gate_up))
-        out.append(Parameter(prefix + "down.bias", (hidden,), "bias"))
     if spec.qk_norm:
-        out += [Parameter(prefix + name, (head_dim,), "norm") for name in ("q_norm", "k_norm")]
+        out += [_qk_norm(spec, prefix + name, heads) for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))]
     if spec.norm_placement != "post":
-        out += [Parameter(prefix + name, (hidden,), "norm") for name in ("attention_norm", "mlp_norm")]
+        for name in ("attention_norm",) if spec.shared_norm else ("attention_norm", "mlp_norm"):
+            out += _norm(spec, prefix + name)
     if spec.norm_placement != "pre":
-        out += [Parameter(prefix + name, (hidden,), "norm") for name in ("attention_post_norm", "mlp_post_norm")]
+        for name in ("attention_post_norm", "mlp_post_norm"):
+            out += _norm(spec, prefix + name)
     return out
+
+
+def _mlp_parameters(mlp: MlpSpec, hidden: int, prefix: str) -> list[Parameter]:
+    inner = mlp.intermediate_size
+    rows, parts = (2 * inner, {"gate": (0, inner), "up": (inner, 2 * inner)}) if mlp.gated else (inner, {"up": (0, inner)})
+    out = [
+        Parameter(prefix + "gate_up.weight", (rows, hidden), "linear", parts),
+        Parameter(prefix + "down.weight", (hidden, inner), "linear"),
+    ]
+    if mlp.bias:
+        out.append(Parameter(prefix + "gate_up.bias", (rows,), "bias", parts))
+        out.append(Parameter(prefix + "down.bias", (hidden,), "bias"))
+    return out
+
+
+def _qk_norm(spec: ModelSpec, name: str, heads: int) -> Parameter:
+    match spec.qk_norm_scope:
+        case "head":
+            return Parameter(name, (spec.head_dim,), "norm")
+        case "heads":
+            return Parameter(name, (heads, spec.head_dim), "norm", {str(h): (h, h + 1) for h in range(heads)})
+        case "all":
+            return Parameter(name, (heads * spec.head_dim,), "norm")
+
+
+def _norm(spec: ModelSpec, name: str) -> list[Parameter]:
+    out = [Parameter(name, (spec.hidden_size,), "norm")]
+    return [*out, Parameter(name + ".bias", (spec.hidden_size,), "bias")] if spec.norm_bias else out

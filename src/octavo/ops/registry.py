@@ -16,7 +16,8 @@ from octavo.errors import ConfigError
 from octavo.ops.packed import LinearWeight
 from octavo.ops.program import DecoderKernels
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""relu2 is max(x, 0) squared (So et al. 2021). The relu kinds come without a gate."""
 
 
 class RmsNorm(Protocol):
