@@ -47,10 +47,13 @@ from octavo.protocol.engine import (
 
 if TYPE_CHECKING:
     from octavo.core.loop import EngineCore
+    from octavo.core.pooling import PoolingCore
+
+    Core = EngineCore | PoolingCore
 
 logger = logging.getLogger(__name__)
 
-Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[EngineCore, EngineReady]"]
+Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[Core, EngineReady]"]
 
 PR_SET_PDEATHSIG = 1
 LINGER_MS = 2000
@@ -111,7 +114,7 @@ def _failed(request_id: str, index: int, n: int, why: str) -> list[TokenDelta]:
     return [TokenDelta(request_id, i, [], finish_reason=FinishReason.ERROR, error=why) for i in range(index, index + n)]
 
 
-def serve(engine: EngineCore, mailbox: Mailbox) -> None:
+def serve(engine: Core, mailbox: Mailbox) -> None:
     """Turn the loop until `Shutdown`."""
     while True:
         message = mailbox.receive(block=not engine.has_work())
@@ -127,7 +130,7 @@ def serve(engine: EngineCore, mailbox: Mailbox) -> None:
             mailbox.send(outputs)
 
 
-def _handle(engine: EngineCore, mailbox: Mailbox, message: ToEngine) -> None:
+def _handle(engine: Core, mailbox: Mailbox, message: ToEngine) -> None:
     if isinstance(message, NewRequest):
         try:
             engine.add(message)
@@ -179,7 +182,7 @@ def main() -> int:
     _die_with_parent(boot.from_main_thread)
     logging.basicConfig(level=boot.log_level, format="%(levelname)s engine: %(message)s")
     mailbox = Mailbox(boot)
-    engine: EngineCore | None = None
+    engine: Core | None = None
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
         build = _load_builder(boot.builder)

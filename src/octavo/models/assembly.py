@@ -90,7 +90,7 @@ class Assembly:
             )
         if target.transposed:
             stored = transposed(stored)
-        if target.order is not None:
+        if target.order is not None and isinstance(self._spec, ModelSpec):
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)
 

@@ -45,11 +45,7 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
         ConfigError: the weights do not fit into memory, or the load format does not fit the path.
     """
     model = config.model
-    gguf = _gguf(model.path, model.load_format)
-    if gguf is None:
-        spec, family = model_spec(model.hf_config, os.path.join(model.path, "config.json"))
-    else:
-        spec, family = _gguf_spec(model.hf_config, gguf)
+    spec, family, gguf = read_spec(config, model.hf_config)
     dtype: torch.dtype = getattr(torch, model.dtype)
     if dtype != torch.float32 or not compilable(spec):
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
@@ -57,28 +53,52 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
     if 0 < config.device.total_bytes < needed:
-        raise ConfigError(_too_large(config, needed))
+        raise ConfigError(too_large(config, needed))
 
     assembly = Assembly(spec, family.weights, ops, dtype, device, prefix=family.prefix)
+    weights = fill(assembly, config, gguf, needed, progress)
+    with torch.no_grad():
+        return build_decoder(
+            spec,
+            weights,
+            ops,
+            max_length=model.max_model_len,
+            threads=config.device.threads,
+            int8_activations=config.device.int8_activations,
+        )
+
+
+def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[ModelSpec, Family, GgufFile | None]:
+    """What the checkpoint of `config` is, and the GGUF file it comes from, if it does.
+
+    Raises:
+        UnsupportedModel, CheckpointError, ConfigError: see `load_model`.
+    """
+    gguf = _gguf(config.model.path, config.model.load_format)
+    if gguf is None:
+        return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+    return *_gguf_spec(hf_config, gguf), gguf
+
+
+def fill(assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed: int, progress: Progress) -> Weights:
+    """Read (or make up) every weight of a model.
+
+    Args:
+        needed: bytes that the weights take in memory.
+
+    Raises:
+        CheckpointError, ConfigError: see `load_model`.
+    """
     try:
         with torch.no_grad():
-            if model.load_format == "dummy":
-                weights = _fill_dummy(assembly, needed, model.seed, progress)
-            else:
-                weights = _fill_stored(assembly, *_stored(model.path, gguf), progress)
-            return build_decoder(
-                spec,
-                weights,
-                ops,
-                max_length=model.max_model_len,
-                threads=config.device.threads,
-                int8_activations=config.device.int8_activations,
-            )
+            if config.model.load_format == "dummy":
+                return _fill_dummy(assembly, needed, config.model.seed, progress)
+            return _fill_stored(assembly, *_stored(config.model.path, gguf), progress)
     except (torch.OutOfMemoryError, MemoryError):
-        raise ConfigError(_too_large(config, needed)) from None
+        raise ConfigError(too_large(config, needed)) from None
     except RuntimeError as e:
         if "can't allocate memory" in str(e):  # what torch's CPU allocator says
-            raise ConfigError(_too_large(config, needed)) from None
+            raise ConfigError(too_large(config, needed)) from None
         raise
 
 
@@ -135,7 +155,8 @@ def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec,
     return spec, family
 
 
-def _too_large(config: EngineConfig, needed: int) -> str:
+def too_large(config: EngineConfig, needed: int) -> str:
+    """The message for weights that the device cannot hold."""
     return (
         f"The weights of {config.model.name} need {format_bytes(needed)} in {config.model.dtype}, which {config.device.name} "
         f"({format_bytes(config.device.total_bytes)}) cannot hold. Use a smaller model or dtype."

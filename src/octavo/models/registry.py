@@ -72,6 +72,13 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
     raise UnsupportedModel(f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}.")
 
 
+def generating_architecture(name: str) -> str | None:
+    """The architecture with a language-model head that a bare model or a classifier is made of; None: none is known."""
+    base = name.removesuffix("ForSequenceClassification").removesuffix("Model").removesuffix("Text")
+    known = supported_architectures()
+    return next((full for full in (name, f"{base}ForCausalLM", f"{base}LMHeadModel") if full in known), None)
+
+
 def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tuple[ModelSpec, Family]:
     """What a checkpoint is, from its config alone.
 

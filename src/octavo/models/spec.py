@@ -72,7 +72,6 @@ class ModelSpec:
     """Makes logits over the vocabulary; a model that pools does not."""
     labels: int = 0
     """Classes of a linear head over hidden states, instead; 0: there is none."""
-    label_bias: bool = False
     causal: bool = True
     """Only for models that pool: others are."""
     head_bias: bool = False
@@ -127,8 +126,6 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
         out.append(Parameter("head", (spec.vocab_size, spec.hidden_size), "linear"))
     if spec.labels:
         out.append(Parameter("classifier.weight", (spec.labels, spec.hidden_size), "linear"))
-    if spec.label_bias:
-        out.append(Parameter("classifier.bias", (spec.labels,), "bias"))
     if spec.head_bias and spec.has_head:
         out.append(Parameter("head.bias", (spec.vocab_size,), "bias"))
     return tuple(out)

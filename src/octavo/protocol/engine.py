@@ -202,6 +202,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     attention: str
     phases: list[Phase]
     warnings: list[str] = []
+    embedding_size: int = 0
+    """Numbers in an embedding; 0 for an engine that makes none."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):

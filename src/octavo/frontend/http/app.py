@@ -12,7 +12,7 @@ from octavo._version import __version__
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
 from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
-from octavo.frontend.http.routes import chat, completions, development, health, models, observe, tokens, unsupported
+from octavo.frontend.http.routes import chat, completions, development, health, models, observe, pooling, tokens, unsupported
 from octavo.frontend.http.settings import ServerSettings
 from octavo.observe.metrics import Metrics
 
@@ -39,7 +39,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
         openapi_url="/openapi.json" if docs else None,
     )
     app.state.context = context
-    for area in (completions, chat, models, tokens, health, observe, unsupported):
+    for area in (completions, chat, pooling, models, tokens, health, observe, unsupported):
         app.include_router(area.router)
     if not settings.disable_dashboard:
         app.include_router(observe.dashboard_router)
