@@ -31,6 +31,8 @@ BY_LAYER = {
     "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -86,6 +88,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", {"mlp_bias": True}),
     "nemotron": ("nemotron", {}),
     "ministral": ("ministral", WINDOWED),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "granite-moe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3}),
 }
 
 

@@ -52,5 +52,5 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
             return F.relu(x)
         case "relu2":
             return F.relu(x).square()
-        case "gelu" | "gelu_tanh":
+        case _:
             return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

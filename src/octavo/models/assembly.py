@@ -13,9 +13,9 @@ from octavo.models.decoder import Weights
 from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.packed import EncodedRows, LinearWeight, Panels, PanelWeight
+from octavo.ops.packed import EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight
 from octavo.ops.registry import Ops
-from octavo.weights.arrange import reordered, transposed
+from octavo.weights.arrange import reordered, stacked, transposed
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
 
@@ -62,6 +62,7 @@ class Assembly:
         self._partial: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._linears: dict[str, LinearWeight] = {}
+        self._experts: dict[str, ExpertsWeight] = {}
         self._segments: dict[str, dict[int, Panels]] = {}
         """Parameter -> first row -> rows packed for a compiled decoder."""
         self._panels: dict[str, PanelWeight] = {}
@@ -90,6 +91,8 @@ class Assembly:
             )
         if target.transposed:
             stored = transposed(stored)
+        if parameter.kind == "experts" and len(stored.shape) == 3:
+            stored = stacked(stored)
         if target.order is not None and isinstance(self._spec, ModelSpec):
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)
@@ -118,7 +121,9 @@ class Assembly:
 
     def _buffer(self, parameter: Parameter) -> torch.Tensor:
         if parameter.name not in self._partial:
-            self._partial[parameter.name] = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+            self._partial[parameter.name] = torch.empty(
+                parameter.shape, dtype=torch.float32 if parameter.kind == "exact" else self._dtype, device=self._device
+            )
         return self._partial[parameter.name]
 
     def _packs(self, parameter: Parameter) -> bool:
@@ -148,6 +153,12 @@ class Assembly:
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
             tensor += 1.0
+        if parameter.kind == "experts":
+            assert isinstance(self._spec, ModelSpec) and self._spec.moe is not None
+            packed_experts = self._ops.pack_experts(tensor.view(self._spec.moe.num_experts, -1, parameter.shape[1]))
+            self._experts[parameter.name] = packed_experts
+            self._nbytes += packed_experts.nbytes
+            return
         if parameter.kind != "linear":
             self._tensors[parameter.name] = tensor
             self._nbytes += tensor.nbytes
@@ -183,7 +194,7 @@ class Assembly:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
-        return Weights(self._tensors, self._linears, self._panels, self._nbytes)
+        return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._experts)
 
     def _source_name(self, name: str, part: str | None) -> str:
         """What the checkpoint should have called it."""

@@ -54,7 +54,7 @@ def compilable(spec: ModelSpec) -> bool:
     """Whether a `DecoderProgram` can say all that the spec does."""
     plain_norms = spec.norm == "rms" and spec.qk_norm_scope == "head"
     plain_rope = set(spec.ropes) == {spec.rope} and not spec.learned_positions
-    return plain_norms and plain_rope and spec.mlp.gated and not spec.parallel_blocks and not spec.head_bias
+    return plain_norms and plain_rope and spec.moe is None and spec.mlp.gated and not spec.parallel_blocks and not spec.head_bias
 
 
 def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:

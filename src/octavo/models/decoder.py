@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,10 +12,11 @@ from octavo.attention.base import Attend, LayerSpec
 from octavo.layers.attention import Attention, QkNorm, WideQkNorm
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
+from octavo.layers.moe import Moe
 from octavo.layers.norm import LayerNorm, Norm, RmsNorm
 from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
-from octavo.models.spec import ModelSpec
-from octavo.ops.packed import LinearWeight, PanelWeight
+from octavo.models.spec import MlpSpec, ModelSpec, MoeSpec
+from octavo.ops.packed import ExpertsWeight, LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
 
 
@@ -62,6 +63,7 @@ class Weights:
     """Linear layers and embedding instead, where they were packed for a compiled decoder; a tied head is `embed`."""
     nbytes: int
     """All of it in memory, a tied head counted again where it is packed apart from the embedding."""
+    experts: Mapping[str, ExpertsWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,29 @@ def _qk_norm(prefix: str, spec: ModelSpec, weights: Weights) -> QkNorm | WideQkN
     return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all")
 
 
+def _linear(name: str, weights: Weights, ops: Ops) -> Linear:
+    return Linear(weights.linears[f"{name}.weight"], weights.tensors.get(f"{name}.bias"), ops)
+
+
+def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, weights: Weights, ops: Ops) -> Mlp:
+    if isinstance(mlp, MlpSpec):
+        up, down = (_linear(prefix + name, weights, ops) for name in ("gate_up", "down"))
+        return GatedMlp(up, down, mlp.activation, ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
+    return Moe(
+        _linear(prefix + "router", weights, ops),
+        weights.tensors.get(prefix + "router.correction"),
+        mlp.routing,
+        weights.experts[prefix + "experts.gate_up.weight"],
+        weights.experts[prefix + "experts.down.weight"],
+        gate_up_bias=weights.tensors.get(prefix + "experts.gate_up.bias"),
+        down_bias=weights.tensors.get(prefix + "experts.down.bias"),
+        activation=mlp.activation,
+        shared=_mlp(prefix + "shared.", MlpSpec(mlp.shared_size, mlp.activation), weights, ops) if mlp.shared_size else None,
+        shared_gate=_linear(prefix + "shared_gate", weights, ops) if mlp.shared_gate else None,
+        ops=ops,
+    )
+
+
 def _layer(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> _Layer:
     prefix = f"layers.{index}."
 
@@ -184,14 +209,13 @@ def _layer(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> _Layer:
         return _norm(prefix + name, spec, weights, ops)
 
     def linear(name: str) -> Linear:
-        return Linear(weights.linears[f"{prefix}{name}.weight"], weights.tensors.get(f"{prefix}{name}.bias"), ops)
+        return _linear(prefix + name, weights, ops)
 
     qk_norm = _qk_norm(prefix, spec, weights)
-    up, down, activation = linear("gate_up"), linear("down"), spec.mlp.activation
     last = index == spec.num_layers - 1
     return _Layer(
         attention=Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops),
-        mlp=GatedMlp(up, down, activation, ops) if spec.mlp.gated else PlainMlp(up, down, activation),
+        mlp=_mlp(prefix, spec.mlp_of(index), weights, ops),
         attention_post_norm=norm("attention_post_norm"),
         mlp_norm=norm("mlp_norm"),
         mlp_post_norm=norm("mlp_post_norm"),

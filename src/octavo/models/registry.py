@@ -16,6 +16,7 @@ from octavo.models.families import (
     granite,
     llama,
     mistral,
+    moe,
     olmo,
     phi,
     qwen2,
@@ -48,6 +49,7 @@ FAMILIES: tuple[Family, ...] = (
     cohere.COHERE,
     cohere.COHERE2,
     *further.FAMILIES,
+    *moe.FAMILIES,
 )
 
 

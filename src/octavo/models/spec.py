@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.attention.base import LayerSpec
+from octavo.layers.moe import Routing
 from octavo.layers.rope import RopeSpec
 from octavo.ops.registry import Activation
 
@@ -23,6 +24,25 @@ class MlpSpec:
     bias: bool = False
     gated: bool = True
     """down(activation(gate(x)) * up(x)); without a gate it is down(activation(up(x)))."""
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts: gated blocks of which each token passes a few."""
+
+    num_experts: int
+    intermediate_size: int
+    """Of each expert."""
+    routing: Routing
+    activation: Activation = "silu"
+    bias: bool = False
+    router_bias: bool = False
+    correction: bool = False
+    """The router has a bias for the choice alone."""
+    shared_size: int = 0
+    """Of a gated block that every token passes besides; 0: there is none."""
+    shared_gate: bool = False
+    """The shared block's output is weighted by a sigmoid of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,9 @@ class ModelSpec:
     norm_eps: float
     sliding_windows: tuple[int | None, ...]
     """One entry a layer: how many tokens a token sees, itself included; None for all."""
+    moe: MoeSpec | None = None
+    moe_layers: tuple[bool, ...] = ()
+    """With `moe`: which layers have it, in place of `mlp`; empty: all."""
     tied_embeddings: bool = False
     """The head is the embedding matrix."""
     qkv_bias: bool = False
@@ -84,6 +107,10 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.sliding_windows)
 
+    def mlp_of(self, layer: int) -> MlpSpec | MoeSpec:
+        """The feed-forward block of a layer."""
+        return self.moe if self.moe is not None and (not self.moe_layers or self.moe_layers[layer]) else self.mlp
+
     def with_ropes(self, ropes: Iterable[RopeSpec | None]) -> ModelSpec:
         """The same model with a rotation for each layer, None for none."""
         return replace(self, layer_ropes=tuple(ropes))
@@ -109,7 +136,8 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["linear", "embedding", "table", "norm", "bias"]
+    kind: Literal["linear", "experts", "embedding", "table", "norm", "bias", "exact"]
+    """exact: kept in float32 whatever the model's dtype is."""
     parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Part name -> rows [start, stop) of the first dimension. Empty: it has no parts."""
 
@@ -120,7 +148,7 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     if spec.learned_positions:
         out.append(Parameter("positions", (spec.learned_positions, spec.hidden_size), "table"))
     for layer in range(spec.num_layers):
-        out += _layer_parameters(spec, f"layers.{layer}.")
+        out += _layer_parameters(spec, layer)
     out += _norm(spec, "norm")
     if not spec.tied_embeddings and spec.has_head:
         out.append(Parameter("head", (spec.vocab_size, spec.hidden_size), "linear"))
@@ -131,14 +159,15 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     return tuple(out)
 
 
-def _layer_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
+def _layer_parameters(spec: ModelSpec, layer: int) -> list[Parameter]:
+    prefix, mlp = f"layers.{layer}.", spec.mlp_of(layer)
     hidden, head_dim = spec.hidden_size, spec.head_dim
     q_rows, kv_rows = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
     qkv = {"q": (0, q_rows), "k": (q_rows, q_rows + kv_rows), "v": (q_rows + kv_rows, q_rows + 2 * kv_rows)}
     out = [
         Parameter(prefix + "qkv.weight", (q_rows + 2 * kv_rows, hidden), "linear", qkv),
         Parameter(prefix + "attention_out.weight", (hidden, q_rows), "linear"),
-        *_mlp_parameters(spec.mlp, hidden, prefix),
+        *(_mlp_parameters(mlp, hidden, prefix) if isinstance(mlp, MlpSpec) else _moe_parameters(mlp, hidden, prefix)),
     ]
     if spec.qkv_bias:
         out.append(Parameter(prefix + "qkv.bias", (q_rows + 2 * kv_rows,), "bias", qkv))
@@ -165,6 +194,30 @@ def _mlp_parameters(mlp: MlpSpec, hidden: int, prefix: str) -> list[Parameter]:
     if mlp.bias:
         out.append(Parameter(prefix + "gate_up.bias", (rows,), "bias", parts))
         out.append(Parameter(prefix + "down.bias", (hidden,), "bias"))
+    return out
+
+
+def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
+    inner, count = moe.intermediate_size, moe.num_experts
+    gates = {f"{e}.gate": (2 * e * inner, (2 * e + 1) * inner) for e in range(count)}
+    ups = {f"{e}.up": ((2 * e + 1) * inner, (2 * e + 2) * inner) for e in range(count)}
+    downs = {str(e): (e * hidden, (e + 1) * hidden) for e in range(count)}
+    out = [
+        Parameter(prefix + "router.weight", (count, hidden), "linear"),
+        Parameter(prefix + "experts.gate_up.weight", (count * 2 * inner, hidden), "experts", gates | ups),
+        Parameter(prefix + "experts.down.weight", (count * hidden, inner), "experts", downs),
+    ]
+    if moe.router_bias:
+        out.append(Parameter(prefix + "router.bias", (count,), "bias"))
+    if moe.correction:
+        out.append(Parameter(prefix + "router.correction", (count,), "exact"))
+    if moe.bias:
+        out.append(Parameter(prefix + "experts.gate_up.bias", (count, 2 * inner), "bias"))
+        out.append(Parameter(prefix + "experts.down.bias", (count, hidden), "bias"))
+    if moe.shared_size:
+        out += _mlp_parameters(MlpSpec(moe.shared_size, moe.activation), hidden, prefix + "shared.")
+    if moe.shared_gate:
+        out.append(Parameter(prefix + "shared_gate.weight", (1, hidden), "linear"))
     return out
 
 

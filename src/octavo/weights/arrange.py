@@ -16,14 +16,25 @@ from octavo.weights.stored import StoredTensor
 
 
 def transposed(stored: StoredTensor) -> StoredTensor:
-    """A matrix the other way round."""
+    """A matrix the other way round, or each of several."""
 
     def copy_into(destination: torch.Tensor) -> None:
         whole = torch.empty(stored.shape, dtype=destination.dtype)
         stored.copy_into(whole)
-        destination.copy_(whole.t())
+        destination.copy_(whole.transpose(-1, -2))
 
-    return replace(stored, shape=stored.shape[::-1], copy_into=copy_into, encoded=None)
+    *several, rows, columns = stored.shape
+    return replace(stored, shape=(*several, columns, rows), copy_into=copy_into, encoded=None)
+
+
+def stacked(stored: StoredTensor) -> StoredTensor:
+    """Several matrices as one, with the rows of one below those of the other."""
+
+    def copy_into(destination: torch.Tensor) -> None:
+        stored.copy_into(destination.view(stored.shape))
+
+    count, rows, columns = stored.shape
+    return replace(stored, shape=(count * rows, columns), copy_into=copy_into, encoded=None)
 
 
 def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTensor:
