@@ -33,6 +33,22 @@ BY_LAYER = {
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -92,6 +108,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
+    "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": ("deepseek_v3", LATENT),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {**LATENT, "rope_parameters": {"rope_theta": 1000.0, **YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            **WINDOWED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_theta": 1000.0, **YARN, "truncate": False},
+        },
+    ),
     "granite-moe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3}),
 }
 
@@ -207,3 +239,19 @@ def test_a_token_does_not_depend_on_its_company(tmp_path: Path) -> None:
     alone = torch.cat([model.logits(model.forward(ids[i : i + 1], positions[i : i + 1], itself)) for i in range(len(IDS))])
     for count in (2, 3, 7, 16, 33, len(IDS)):
         assert torch.equal(model.logits(model.forward(ids[-count:], positions[-count:], itself)), alone[-count:])
+
+
+@pytest.mark.parametrize("wanted", [[], [13], [4, 13, 22]])
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, ops: str, wanted: list[int]) -> None:
+    """Also what the last layer leaves in the cache: the next tokens see all that came before."""
+    save_tiny(tmp_path, "qwen3")
+    model = load(tmp_path, ops=ops)
+    ids, positions = torch.tensor(IDS[:23]), torch.arange(23)
+    some, whole = ContiguousAttend(model.layer_specs), ContiguousAttend(model.layer_specs)
+    chosen = model.forward(ids, positions, some, torch.tensor(wanted, dtype=torch.int32))
+    assert chosen.shape == (len(wanted), model.spec.hidden_size)
+    torch.testing.assert_close(chosen, model.forward(ids, positions, whole)[wanted], atol=1e-5, rtol=1e-5)
+    for layer in range(model.spec.num_layers):
+        for mine, theirs in zip(some.cache[layer], whole.cache[layer], strict=True):
+            assert torch.equal(mine, theirs)

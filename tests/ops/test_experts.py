@@ -17,7 +17,9 @@ def problem(tokens: int, experts: int, top_k: int, *, hidden: int = 24, inner: i
     g = torch.Generator().manual_seed(tokens * 31 + experts)
     return {
         "x": torch.randn(tokens, hidden, generator=g),
-        "chosen": torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, top_k).long(),
+        "chosen": torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)])
+        if tokens
+        else torch.zeros(0, top_k).long(),
         "weights": torch.rand(tokens, top_k, generator=g),
         "gate_up": torch.randn(experts, 2 * inner, hidden, generator=g) * hidden**-0.5,
         "down": torch.randn(experts, hidden, inner, generator=g) * inner**-0.5,

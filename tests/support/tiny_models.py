@@ -24,6 +24,8 @@ FAMILIES: dict[str, str] = {
     "arcee": "Arcee",
     "cohere": "Cohere",
     "cohere2": "Cohere2",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
     "falcon": "Falcon",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
@@ -32,6 +34,7 @@ FAMILIES: dict[str, str] = {
     "glm4": "Glm4",
     "gpt2": "GPT2:GPT2LMHead",
     "gpt_neox": "GPTNeoX",
+    "gpt_oss": "GptOss",
     "granite": "Granite",
     "granitemoe": "GraniteMoe",
     "llama": "Llama",
@@ -70,7 +73,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-_ABSENT = {("falcon", "head_dim"), ("gpt2", "intermediate_size"), ("gpt2", "head_dim"), ("gpt_neox", "head_dim")}
+_ABSENT = {
+    ("falcon", "head_dim"),
+    ("gpt2", "intermediate_size"),
+    ("gpt2", "head_dim"),
+    ("gpt_neox", "head_dim"),
+    ("deepseek_v2", "head_dim"),
+    ("deepseek_v3", "head_dim"),
+}
 """Sizes that a family's config takes from others."""
 
 

@@ -41,6 +41,8 @@ class StepBatch:
     """[tokens] int64: block * block_size + offset, where each token's K and V go."""
     context_lens: torch.Tensor
     """[rows] int32: start + count."""
+    cpu_wanted: Int32 | None = None
+    """[wanted] ascending rows whose last token is all that is needed of the last layer; None: every token of every row."""
 
 
 class Attend(Protocol):
@@ -54,7 +56,7 @@ class Attend(Protocol):
             k, v: [tokens, kv_heads, head_dim], k rotated.
 
         Returns:
-            [tokens, heads, head_dim]
+            [tokens, heads, head_dim]; of a layer with `value_dim` so many numbers a head.
         """
 
 
@@ -69,6 +71,10 @@ class LayerSpec:
     sliding_window: int | None = None
     """A token sees itself and the `sliding_window - 1` before it."""
     soft_cap: float | None = None
+    value_dim: int | None = None
+    """Values are the first `value_dim` numbers of the keys, and are not kept again (multi-head latent attention)."""
+    sinks: tuple[float, ...] | None = None
+    """[heads] score of one more key a head, whose value is zero (Xiao et al. 2023)."""
 
 
 class AttentionBackend(Protocol):

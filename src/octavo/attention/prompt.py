@@ -44,13 +44,18 @@ class PromptAttention:
             keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
         mask = self._mask(spec.sliding_window)
         plain = mask is None and self._causal
-        if spec.soft_cap is None:
+        if spec.soft_cap is None and spec.sinks is None:
             out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=plain, scale=spec.scale)
         else:
-            scores = torch.tanh(queries.float() @ keys.float().transpose(-1, -2) * (spec.scale / spec.soft_cap)) * spec.soft_cap
+            scores = queries.float() @ keys.float().transpose(-1, -2) * spec.scale
+            if spec.soft_cap is not None:
+                scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
             seen = mask if mask is not None else self._square(None) if self._causal else None
             scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
-            out = (scores.softmax(-1) @ values.float()).to(q.dtype)
+            if spec.sinks is not None:
+                sinks = scores.new_tensor(spec.sinks)[:, None, None].expand(*scores.shape[:-1], 1)
+                scores = torch.cat((scores, sinks), -1)
+            out = (scores.softmax(-1)[..., : self._longest] @ values.float()).to(q.dtype)
         return out.transpose(1, 2).reshape(-1, *out.shape[1::2])[self._places]
 
     def _rectangle(self, x: torch.Tensor) -> torch.Tensor:

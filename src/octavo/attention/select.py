@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def attention_class(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Any:
     """The fastest backend that supports the device, the dtypes and the layers: a class, to be called as `TorchPagedAttention` is."""
+    if any(layer.value_dim is not None or layer.sinks is not None for layer in layers):
+        return TorchPagedAttention
     if config.device.native_kernels:
         from octavo.attention.native_cpu import NativeCpuAttention
 

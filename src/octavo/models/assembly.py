@@ -54,7 +54,7 @@ class Assembly:
         self._left_out = None if ignored is None else re.compile(ignored)
         self._ops = ops
         self._dtype = dtype
-        self._device = device
+        self.device = device
         listed = parameters(spec) if isinstance(spec, ModelSpec) else encoder_parameters(spec)
         self._parameters = {p.name: p for p in listed}
         self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._parameters.items()}
@@ -122,7 +122,7 @@ class Assembly:
     def _buffer(self, parameter: Parameter) -> torch.Tensor:
         if parameter.name not in self._partial:
             self._partial[parameter.name] = torch.empty(
-                parameter.shape, dtype=torch.float32 if parameter.kind == "exact" else self._dtype, device=self._device
+                parameter.shape, dtype=torch.float32 if parameter.kind == "exact" else self._dtype, device=self.device
             )
         return self._partial[parameter.name]
 

@@ -37,9 +37,10 @@ class CompiledDecoder:
         self.weights_bytes = weights.nbytes
         self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, int8_activations=int8_activations)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self._compiled.forward(token_ids, positions, attend)
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Model.forward`; all tokens go through the last layer."""
+        hidden = self._compiled.forward(token_ids, positions, attend)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
@@ -54,7 +55,16 @@ def compilable(spec: ModelSpec) -> bool:
     """Whether a `DecoderProgram` can say all that the spec does."""
     plain_norms = spec.norm == "rms" and spec.qk_norm_scope == "head"
     plain_rope = set(spec.ropes) == {spec.rope} and not spec.learned_positions
-    return plain_norms and plain_rope and spec.moe is None and spec.mlp.gated and not spec.parallel_blocks and not spec.head_bias
+    return (
+        plain_norms
+        and plain_rope
+        and spec.moe is None
+        and spec.latent is None
+        and not spec.attention_sinks
+        and spec.mlp.gated
+        and not spec.parallel_blocks
+        and not spec.head_bias
+    )
 
 
 def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:

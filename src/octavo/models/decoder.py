@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from octavo.attention.base import Attend, LayerSpec
 from octavo.layers.attention import Attention, QkNorm, WideQkNorm
+from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
 from octavo.layers.moe import Moe
@@ -32,16 +33,18 @@ class Model(Protocol):
     @property
     def weights_bytes(self) -> int: ...
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
 
         Args:
             token_ids: [tokens] int64
             positions: [tokens] int64, below the longest sequence served.
             attend: this step's attention, which knows which token belongs to whom.
+            wanted: [wanted] integers, ascending: the tokens whose hidden states are wanted; None: all. The last layer computes only the
+                keys and values of the others.
 
         Returns:
-            [tokens, hidden], after the final norm.
+            [tokens, hidden], or [wanted, hidden], after the final norm.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,7 +71,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp
     attention_post_norm: Norm | None
     """Of the attention block's output."""
@@ -89,7 +92,7 @@ class Decoder:
             max_length: the longest sequence served; positions are below it.
         """
         self.spec = spec
-        self.layer_specs = spec.layer_specs
+        self.layer_specs = _with_sinks(spec.layer_specs, weights)
         self.weights_bytes = weights.nbytes
         self._ops = ops
         self._embedding = weights.tensors["embed"]
@@ -108,7 +111,7 @@ class Decoder:
         self._rope_of_layer = [list(tables).index(rope) for rope in spec.ropes]
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
         spec = self.spec
         rotations = [Rotation(table, positions) for table in self._tables]
@@ -118,13 +121,19 @@ class Decoder:
         if self._positions is not None:
             residual = residual + self._positions[positions]
         x = residual if self._first_norm is None else self._first_norm(residual)
+        last = self._layers[-1]
         for index, layer in enumerate(self._layers):
-            rotation = rotations[self._rope_of_layer[index]]
+            chosen = wanted if layer is last else None
+            attended = layer.attention(x, rotations[self._rope_of_layer[index]], attend, chosen)
+            if chosen is not None:
+                x, residual = x.index_select(0, chosen), residual.index_select(0, chosen)
+                if not len(chosen):
+                    return residual
             if spec.parallel_blocks:
                 mlp = layer.mlp(x if layer.mlp_norm is None else layer.mlp_norm(residual))
-                x, residual = self._join(layer.attention(x, rotation, attend) + mlp, residual, None, layer.next_norm)
+                x, residual = self._join(attended + mlp, residual, None, layer.next_norm)
                 continue
-            x, residual = self._join(layer.attention(x, rotation, attend), residual, layer.attention_post_norm, layer.mlp_norm)
+            x, residual = self._join(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
         return x
 
@@ -179,6 +188,40 @@ def _qk_norm(prefix: str, spec: ModelSpec, weights: Weights) -> QkNorm | WideQkN
     return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all")
 
 
+def _with_sinks(layers: tuple[LayerSpec, ...], weights: Weights) -> tuple[LayerSpec, ...]:
+    """The layers with the sinks of the checkpoint, where it has any."""
+    sinks = (weights.tensors.get(f"layers.{i}.sinks") for i in range(len(layers)))
+    return tuple(s if t is None else replace(s, sinks=tuple(t.tolist())) for s, t in zip(layers, sinks, strict=True))
+
+
+def _attention(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> Attention | LatentAttention:
+    prefix = f"layers.{index}."
+
+    def linear(name: str) -> Linear:
+        return _linear(prefix + name, weights, ops)
+
+    if (latent := spec.latent) is None:
+        qk_norm = _qk_norm(prefix, spec, weights)
+        return Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(weights.tensors[prefix + name], spec.norm_eps, ops)
+
+    return LatentAttention(
+        index,
+        spec.num_heads,
+        linear("q_down") if latent.q_rank else None,
+        norm("q_down_norm") if latent.q_rank else None,
+        linear("q"),
+        linear("kv_down"),
+        norm("kv_norm"),
+        weights.tensors[prefix + "kv_up"],
+        linear("attention_out"),
+        nope_dim=latent.nope_dim,
+        ops=ops,
+    )
+
+
 def _linear(name: str, weights: Weights, ops: Ops) -> Linear:
     return Linear(weights.linears[f"{name}.weight"], weights.tensors.get(f"{name}.bias"), ops)
 
@@ -208,13 +251,9 @@ def _layer(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> _Layer:
     def norm(name: str) -> Norm | None:
         return _norm(prefix + name, spec, weights, ops)
 
-    def linear(name: str) -> Linear:
-        return _linear(prefix + name, weights, ops)
-
-    qk_norm = _qk_norm(prefix, spec, weights)
     last = index == spec.num_layers - 1
     return _Layer(
-        attention=Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops),
+        attention=_attention(index, spec, weights, ops),
         mlp=_mlp(prefix, spec.mlp_of(index), weights, ops),
         attention_post_norm=norm("attention_post_norm"),
         mlp_norm=norm("mlp_norm"),

@@ -170,3 +170,12 @@ def _yarn_attention_factor(rope: HfConfig, factor: float) -> float:
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
         return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
     return mscale(1.0)
+
+
+def yarn_magnitude(config: HfConfig) -> float:
+    """What DeepSeek multiplies queries and keys with when YaRN stretches the context: 1.0 without."""
+    rope = config.section("rope_scaling") if config.values.get("rope_scaling") else config.section("rope_parameters")
+    if rope.text("rope_type", rope.text("type", "default")) == "default" or not rope.values.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.number("factor")
+    return 1.0 if factor <= 1.0 else 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0

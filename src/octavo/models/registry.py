@@ -8,11 +8,13 @@ from typing import Any
 from octavo.errors import UnsupportedModel
 from octavo.models.families import (
     cohere,
+    deepseek,
     falcon,
     further,
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -50,6 +52,8 @@ FAMILIES: tuple[Family, ...] = (
     cohere.COHERE2,
     *further.FAMILIES,
     *moe.FAMILIES,
+    *deepseek.FAMILIES,
+    gpt_oss.FAMILY,
 )
 
 

@@ -46,6 +46,18 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention; see `layers.latent_attention`."""
+
+    q_rank: int
+    """Of the query's compression; 0: there is none."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One decoder architecture with its sizes."""
 
@@ -60,6 +72,10 @@ class ModelSpec:
     norm_eps: float
     sliding_windows: tuple[int | None, ...]
     """One entry a layer: how many tokens a token sees, itself included; None for all."""
+    latent: LatentSpec | None = None
+    """Attention over compressed keys and values; `head_dim` is that of the queries, and `num_kv_heads` says nothing."""
+    attention_sinks: bool = False
+    """Each head has one more score, learned, that takes weight and gives nothing."""
     moe: MoeSpec | None = None
     moe_layers: tuple[bool, ...] = ()
     """With `moe`: which layers have it, in place of `mlp`; empty: all."""
@@ -122,8 +138,11 @@ class ModelSpec:
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """What each layer's attention needs to know."""
+        """What each layer's attention needs to know; the sinks, which are weights, are the decoder's to add."""
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        if (latent := self.latent) is not None:
+            width = latent.kv_rank + latent.rope_dim
+            return (LayerSpec(self.num_heads, 1, width, scale, value_dim=latent.kv_rank),) * self.num_layers
         return tuple(
             LayerSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, window, self.attention_soft_cap)
             for window in self.sliding_windows
@@ -161,26 +180,52 @@ def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
 
 def _layer_parameters(spec: ModelSpec, layer: int) -> list[Parameter]:
     prefix, mlp = f"layers.{layer}.", spec.mlp_of(layer)
-    hidden, head_dim = spec.hidden_size, spec.head_dim
-    q_rows, kv_rows = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
-    qkv = {"q": (0, q_rows), "k": (q_rows, q_rows + kv_rows), "v": (q_rows + kv_rows, q_rows + 2 * kv_rows)}
+    hidden = spec.hidden_size
     out = [
-        Parameter(prefix + "qkv.weight", (q_rows + 2 * kv_rows, hidden), "linear", qkv),
-        Parameter(prefix + "attention_out.weight", (hidden, q_rows), "linear"),
+        *(_attention_parameters(spec, prefix) if spec.latent is None else _latent_parameters(spec, spec.latent, prefix)),
         *(_mlp_parameters(mlp, hidden, prefix) if isinstance(mlp, MlpSpec) else _moe_parameters(mlp, hidden, prefix)),
     ]
-    if spec.qkv_bias:
-        out.append(Parameter(prefix + "qkv.bias", (q_rows + 2 * kv_rows,), "bias", qkv))
-    if spec.attention_out_bias:
-        out.append(Parameter(prefix + "attention_out.bias", (hidden,), "bias"))
-    if spec.qk_norm:
-        out += [_qk_norm(spec, prefix + name, heads) for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))]
     if spec.norm_placement != "post":
         for name in ("attention_norm",) if spec.shared_norm else ("attention_norm", "mlp_norm"):
             out += _norm(spec, prefix + name)
     if spec.norm_placement != "pre":
         for name in ("attention_post_norm", "mlp_post_norm"):
             out += _norm(spec, prefix + name)
+    return out
+
+
+def _attention_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
+    hidden, head_dim = spec.hidden_size, spec.head_dim
+    q_rows, kv_rows = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    qkv = {"q": (0, q_rows), "k": (q_rows, q_rows + kv_rows), "v": (q_rows + kv_rows, q_rows + 2 * kv_rows)}
+    out = [
+        Parameter(prefix + "qkv.weight", (q_rows + 2 * kv_rows, hidden), "linear", qkv),
+        Parameter(prefix + "attention_out.weight", (hidden, q_rows), "linear"),
+    ]
+    if spec.qkv_bias:
+        out.append(Parameter(prefix + "qkv.bias", (q_rows + 2 * kv_rows,), "bias", qkv))
+    if spec.attention_out_bias:
+        out.append(Parameter(prefix + "attention_out.bias", (hidden,), "bias"))
+    if spec.attention_sinks:
+        out.append(Parameter(prefix + "sinks", (spec.num_heads,), "exact"))
+    if spec.qk_norm:
+        out += [_qk_norm(spec, prefix + name, heads) for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))]
+    return out
+
+
+def _latent_parameters(spec: ModelSpec, latent: LatentSpec, prefix: str) -> list[Parameter]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    q_rows, up_rows = heads * (latent.nope_dim + latent.rope_dim), heads * (latent.nope_dim + latent.value_dim)
+    out = [
+        Parameter(prefix + "q.weight", (q_rows, latent.q_rank or hidden), "linear"),
+        Parameter(prefix + "kv_down.weight", (latent.kv_rank + latent.rope_dim, hidden), "linear"),
+        Parameter(prefix + "kv_norm", (latent.kv_rank,), "norm"),
+        Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table"),
+        Parameter(prefix + "attention_out.weight", (hidden, heads * latent.value_dim), "linear"),
+    ]
+    if latent.q_rank:
+        out.append(Parameter(prefix + "q_down.weight", (latent.q_rank, hidden), "linear"))
+        out.append(Parameter(prefix + "q_down_norm", (latent.q_rank,), "norm"))
     return out
 
 

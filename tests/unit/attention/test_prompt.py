@@ -20,16 +20,22 @@ def expected(spec: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if spec.sliding_window is not None:
         hidden = hidden | (distance.abs() >= spec.sliding_window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).float()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if spec.sinks is not None:
+        scores = torch.cat((scores, scores.new_tensor(spec.sinks)[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(q)], v).float()
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, (0.5, -1.0, 2.0, 0.0)])
 @pytest.mark.parametrize("lengths", [[5], [7, 7], [9, 1, 4]])
-def test_equals_the_definition(causal: bool, window: int | None, soft_cap: float | None, lengths: list[int]) -> None:
+def test_equals_the_definition(
+    causal: bool, window: int | None, soft_cap: float | None, sinks: tuple[float, ...] | None, lengths: list[int]
+) -> None:
     generator = torch.Generator().manual_seed(len(lengths))
-    spec = LayerSpec(4, 2, 8, 0.3, window, soft_cap)
+    spec = LayerSpec(4, 2, 8, 0.3, window, soft_cap, sinks=sinks)
     total = sum(lengths)
     q = torch.randn(total, 4, 8, generator=generator) * 3
     k, v = (torch.randn(total, 2, 8, generator=generator) for _ in range(2))
