@@ -57,7 +57,8 @@ def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | N
             raise UnsupportedModel(f"A {architecture} cannot generate: it is an encoder. Leave --runner out, or use pooling.")
         return None
     modules = _modules(checkpoint.folder) if checkpoint.format != "gguf" else None
-    if runner == "auto" and not (encoder or modules or architecture.endswith((_CLASSIFIER, "Model"))):
+    bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    if runner == "auto" and not (encoder or modules or bare or architecture.endswith(_CLASSIFIER)):
         return None
     if architecture.endswith(_CLASSIFIER):
         return PoolingSettings(_classifier(config, encoder), _positions(config, encoder))

@@ -61,7 +61,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     *_ignored(
         "loading is streamed and needs no tuning",
         values="max-parallel-loading-workers model-loader-extra-config ignore-patterns pt-load-map-location "
-        "safetensors-load-strategy config-format model-impl",
+        "safetensors-load-strategy config-format",
     ),
     *_ignored(
         "Octavo never runs code from a checkpoint or from the command line",

@@ -170,6 +170,7 @@ def _model(
         seed=seed,
         max_logprobs=max_logprobs,
         logprobs_mode=args.logprobs_mode,
+        implementation=args.model_impl,
     )
 
 

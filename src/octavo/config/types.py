@@ -69,6 +69,8 @@ class ModelConfig:
     seed: int
     max_logprobs: int
     logprobs_mode: str
+    implementation: str = "auto"
+    """auto, octavo or transformers; see `EngineArgs.model_impl`."""
     pooling: PoolingConfig | None = None
     """The engine pools (embeddings, classes, scores) instead of generating."""
 

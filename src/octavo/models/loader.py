@@ -20,8 +20,9 @@ from octavo.layers.rope import FrequencyDivisors
 from octavo.models.assembly import Assembly
 from octavo.models.compiled import build_decoder, compilable
 from octavo.models.decoder import Model, Weights
+from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
-from octavo.models.registry import model_spec
+from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
 from octavo.weights.gguf import open_gguf, rope_divisors
@@ -47,6 +48,11 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
         ConfigError: the weights do not fit into memory, or the load format does not fit the path.
     """
     model = config.model
+    if runs_through_transformers(config):
+        progress(_PHASE, 0, 1)
+        fallback = load_fallback(config, device)
+        progress(_PHASE, 1, 1)
+        return fallback
     spec, family, gguf = read_spec(config, model.hf_config)
     dtype: torch.dtype = getattr(torch, model.dtype)
     if dtype != torch.float32 or not compilable(spec):
@@ -68,6 +74,14 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             threads=config.device.threads,
             int8_activations=config.device.int8_activations,
         )
+
+
+def runs_through_transformers(config: EngineConfig) -> bool:
+    """Whether the model is one that only `transformers` can build, or was asked to run so."""
+    model = config.model
+    return model.implementation == "transformers" or (
+        model.implementation == "auto" and model.architecture not in supported_architectures()
+    )
 
 
 def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[ModelSpec, Family, GgufFile | None]:

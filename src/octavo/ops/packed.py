@@ -50,7 +50,8 @@ class ExpertsWeight:
     @classmethod
     def plain(cls, weight: torch.Tensor) -> ExpertsWeight:
         """`weight` [experts, out_features, in_features] as it is."""
-        return cls(weight, *weight.shape, weight.nbytes)
+        count, rows, columns = weight.shape
+        return cls(weight, count, rows, columns, weight.nbytes)
 
 
 PanelKind = Literal["f32", "f16", "bf16", "q4", "q8"]

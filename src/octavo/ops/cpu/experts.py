@@ -13,7 +13,8 @@ from octavo.ops.registry import Activation
 def pack_experts(weight: torch.Tensor) -> ExpertsWeight:
     """See `ops.registry.PackExperts`."""
     parts = tuple(pack_linear(one) for one in weight)
-    return ExpertsWeight(weight[:0], *weight.shape, weight.nbytes, parts)
+    count, rows, columns = weight.shape
+    return ExpertsWeight(weight[:0], count, rows, columns, weight.nbytes, parts)
 
 
 def experts(
