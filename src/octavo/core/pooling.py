@@ -81,6 +81,10 @@ class PoolingCore:
     def has_work(self) -> bool:
         return bool(self._live or self._outbox)
 
+    def prepare(self) -> bool:
+        """Nothing is ever left to prepare."""
+        return False
+
     def shutdown(self) -> None:
         self._worker.shutdown()
 

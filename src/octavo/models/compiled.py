@@ -29,6 +29,8 @@ def build_decoder(
 class CompiledDecoder:
     """Implements `Model`. Holds weights and no state between calls."""
 
+    capturable = False
+
     def __init__(
         self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, int8_activations: bool
     ) -> None:

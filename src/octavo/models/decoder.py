@@ -33,6 +33,10 @@ class Model(Protocol):
     @property
     def weights_bytes(self) -> int: ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a forward pass never waits for the device, so that it can be part of a CUDA graph."""
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
 
@@ -85,6 +89,8 @@ class _Layer:
 
 class Decoder:
     """A decoder-only transformer. Holds weights and no state: the KV cache is behind `attend`."""
+
+    capturable = True
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int) -> None:
         """

@@ -155,6 +155,8 @@ class _Recorder:
 class TransformersModel:
     """Implements `models.decoder.Model`. Holds weights and no state: the KV cache is behind `attend`."""
 
+    capturable = False
+
     def __init__(self, model: Any, architecture: str, device: torch.device) -> None:
         """
         Raises:

@@ -181,7 +181,8 @@ def _dtype(config: EngineConfig) -> torch.dtype:
 
 def _check_size(config: EngineConfig, listed: Sequence[Parameter], dtype: torch.dtype) -> int:
     needed = sum(math.prod(p.shape) for p in listed) * dtype.itemsize
-    if 0 < config.device.total_bytes < needed:
+    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
+    if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
     return needed
 

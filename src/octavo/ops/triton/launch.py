@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+import triton
+from triton.runtime.jit import JITFunction
 
 
 @functools.cache
@@ -15,3 +21,21 @@ def overlap_supported(device: torch.device) -> bool:
     one start (`gdc_launch_dependents`): so whatever a kernel reads before its wait must be at least two kernels old.
     """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@contextlib.contextmanager
+def compiling_only(threads: int) -> Iterator[None]:
+    """In this context, kernels are compiled instead of launched, on several threads at once; leaving it waits for the last of them.
+
+    Whatever else is computed meanwhile works on memory that no kernel has written. One thread at a time may be inside.
+    """
+
+    def compile_only(kernel: Any, grid: Any) -> Any:
+        return functools.partial(kernel.run, grid=grid, warmup=True)
+
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+        JITFunction.__getitem__ = compile_only  # shadows what the class inherits
+        try:
+            yield
+        finally:
+            del JITFunction.__getitem__
