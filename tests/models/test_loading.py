@@ -333,3 +333,12 @@ def test_no_damage_to_a_gguf_gets_past_an_octavo_error(tmp_path: Path, data: st.
         run(model, IDS[:3])
     except OctavoError as e:
         assert str(e)
+
+
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_weights_in_pytorchs_own_format(tmp_path: Path, ops: str) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    expected = run(load(tmp_path, ops=ops), IDS)
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    torch.testing.assert_close(run(load(tmp_path, ops=ops), IDS), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import os
@@ -27,6 +28,7 @@ from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
 from octavo.weights.gguf import open_gguf, rope_divisors
 from octavo.weights.parallel_read import ParallelReader
+from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.safetensors import open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
@@ -143,6 +145,9 @@ def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> 
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
+    files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
+    if files:
+        return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
     return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
 
