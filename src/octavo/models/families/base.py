@@ -34,6 +34,8 @@ class Target:
 @dataclass(frozen=True)
 class Family:
     name: str
+    title: str
+    """What people call the models of this family, for the table of supported ones."""
     architectures: tuple[str, ...]
     """As `architectures` in config.json has them."""
     spec: Callable[[HfConfig], ModelSpec]

@@ -58,5 +58,5 @@ _WEIGHTS = {
     },
 }
 
-COHERE = Family(name="cohere", architectures=("CohereForCausalLM",), spec=_cohere, weights=_WEIGHTS)
-COHERE2 = Family(name="cohere2", architectures=("Cohere2ForCausalLM",), spec=_cohere2, weights=_WEIGHTS)
+COHERE = Family(name="cohere", title="Command R", architectures=("CohereForCausalLM",), spec=_cohere, weights=_WEIGHTS)
+COHERE2 = Family(name="cohere2", title="Command R7B", architectures=("Cohere2ForCausalLM",), spec=_cohere2, weights=_WEIGHTS)

@@ -99,12 +99,14 @@ _WEIGHTS = {
 FAMILIES = (
     Family(
         name="deepseek_v2",
+        title="DeepSeek-V2",
         architectures=("DeepseekV2ForCausalLM",),
         spec=lambda config: _spec(config, "DeepseekV2ForCausalLM"),
         weights=_WEIGHTS,
     ),
     Family(
         name="deepseek_v3",
+        title="DeepSeek-V3, R1 (16-bit weights)",
         architectures=("DeepseekV3ForCausalLM",),
         spec=lambda config: _spec(config, "DeepseekV3ForCausalLM"),
         weights=_WEIGHTS,

@@ -39,6 +39,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 _LAYER = "transformer.h.{i}."
 FAMILY = Family(
     name="falcon",
+    title="Falcon (but those with alibi)",
     architectures=("FalconForCausalLM",),
     spec=_spec,
     weights={

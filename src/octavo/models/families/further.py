@@ -104,15 +104,17 @@ _UNGATED = {
 }
 
 FAMILIES = (
-    Family(name="smollm3", architectures=("SmolLM3ForCausalLM",), spec=_smollm3, weights=DECODER_WEIGHTS),
+    Family(name="smollm3", title="SmolLM3", architectures=("SmolLM3ForCausalLM",), spec=_smollm3, weights=DECODER_WEIGHTS),
     Family(
         name="glm",
+        title="GLM-4-9B",
         architectures=("GlmForCausalLM",),
         spec=lambda config: _glm(config, "GlmForCausalLM", both_norms=False),
         weights=_NEIGHBOURS,
     ),
     Family(
         name="glm4",
+        title="GLM-4-0414",
         architectures=("Glm4ForCausalLM",),
         spec=lambda config: _glm(config, "Glm4ForCausalLM", both_norms=True),
         weights={
@@ -121,7 +123,7 @@ FAMILIES = (
             _LAYER + "post_mlp_layernorm.weight": Target("layers.{i}.mlp_post_norm"),
         },
     ),
-    Family(name="arcee", architectures=("ArceeForCausalLM",), spec=_arcee, weights=_UNGATED),
-    Family(name="nemotron", architectures=("NemotronForCausalLM",), spec=_nemotron, weights=biases(_UNGATED)),
-    Family(name="ministral", architectures=("MinistralForCausalLM",), spec=_ministral, weights=DECODER_WEIGHTS),
+    Family(name="arcee", title="AFM-4.5B", architectures=("ArceeForCausalLM",), spec=_arcee, weights=_UNGATED),
+    Family(name="nemotron", title="Nemotron-4, Minitron", architectures=("NemotronForCausalLM",), spec=_nemotron, weights=biases(_UNGATED)),
+    Family(name="ministral", title="Ministral", architectures=("MinistralForCausalLM",), spec=_ministral, weights=DECODER_WEIGHTS),
 )

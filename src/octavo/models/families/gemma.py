@@ -80,6 +80,6 @@ _BOTH_NORMS = {
     _LAYER + "self_attn.k_norm.weight": Target("layers.{i}.k_norm"),
 }
 
-GEMMA = Family(name="gemma", architectures=("GemmaForCausalLM",), spec=_gemma, weights=DECODER_WEIGHTS)
-GEMMA2 = Family(name="gemma2", architectures=("Gemma2ForCausalLM",), spec=_gemma2, weights=_BOTH_NORMS)
-GEMMA3 = Family(name="gemma3", architectures=("Gemma3ForCausalLM",), spec=_gemma3, weights=_BOTH_NORMS)
+GEMMA = Family(name="gemma", title="Gemma", architectures=("GemmaForCausalLM",), spec=_gemma, weights=DECODER_WEIGHTS)
+GEMMA2 = Family(name="gemma2", title="Gemma 2", architectures=("Gemma2ForCausalLM",), spec=_gemma2, weights=_BOTH_NORMS)
+GEMMA3 = Family(name="gemma3", title="Gemma 3 (text)", architectures=("Gemma3ForCausalLM",), spec=_gemma3, weights=_BOTH_NORMS)

@@ -58,6 +58,7 @@ def _layer_weights() -> dict[str, Target]:
 
 FAMILY = Family(
     name="gpt2",
+    title="GPT-2",
     architectures=("GPT2LMHeadModel",),
     spec=_spec,
     weights={

@@ -29,6 +29,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 _LAYER = "gpt_neox.layers.{i}."
 FAMILY = Family(
     name="gpt_neox",
+    title="GPT-NeoX, Pythia",
     architectures=("GPTNeoXForCausalLM",),
     spec=_spec,
     weights={

@@ -22,4 +22,4 @@ def _spec(config: HfConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family(name="granite", architectures=("GraniteForCausalLM",), spec=_spec, weights=DECODER_WEIGHTS)
+FAMILY = Family(name="granite", title="Granite 3", architectures=("GraniteForCausalLM",), spec=_spec, weights=DECODER_WEIGHTS)

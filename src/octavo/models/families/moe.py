@@ -147,12 +147,14 @@ def _granite(config: HfConfig) -> ModelSpec:
 FAMILIES = (
     Family(
         name="mixtral",
+        title="Mixtral",
         architectures=("MixtralForCausalLM",),
         spec=_mixtral,
         weights={**DECODER_WEIGHTS, **expert_weights("block_sparse_moe", gate="w1", up="w3", down="w2")},
     ),
     Family(
         name="qwen2_moe",
+        title="Qwen1.5-MoE, Qwen2-MoE",
         architectures=("Qwen2MoeForCausalLM",),
         spec=_qwen2,
         weights={
@@ -164,18 +166,21 @@ FAMILIES = (
     ),
     Family(
         name="qwen3_moe",
+        title="Qwen3-MoE",
         architectures=("Qwen3MoeForCausalLM",),
         spec=_qwen3,
         weights={**DECODER_WEIGHTS, **_QK_NORMS, **expert_weights("mlp")},
     ),
     Family(
         name="olmoe",
+        title="OLMoE",
         architectures=("OlmoeForCausalLM",),
         spec=_olmoe,
         weights={**DECODER_WEIGHTS, **_QK_NORMS, **expert_weights("mlp")},
     ),
     Family(
         name="granitemoe",
+        title="Granite 3 MoE",
         architectures=("GraniteMoeForCausalLM",),
         spec=_granite,
         weights={

@@ -49,5 +49,5 @@ _WEIGHTS = {
     _LAYER + "self_attn.k_norm.weight": Target("layers.{i}.k_norm"),
 }
 
-OLMO2 = Family(name="olmo2", architectures=("Olmo2ForCausalLM",), spec=_olmo2, weights=_WEIGHTS)
-OLMO3 = Family(name="olmo3", architectures=("Olmo3ForCausalLM",), spec=_olmo3, weights=_WEIGHTS)
+OLMO2 = Family(name="olmo2", title="OLMo 2", architectures=("Olmo2ForCausalLM",), spec=_olmo2, weights=_WEIGHTS)
+OLMO3 = Family(name="olmo3", title="OLMo 3", architectures=("Olmo3ForCausalLM",), spec=_olmo3, weights=_WEIGHTS)

@@ -35,9 +35,12 @@ def _refuse_qk_norm(config: HfConfig) -> bool:
     raise config.fail("qk_layernorm", "false (no released Phi has it)")
 
 
-PHI3 = Family(name="phi3", architectures=("Phi3ForCausalLM",), spec=_phi3, weights=DECODER_WEIGHTS)
+PHI3 = Family(
+    name="phi3", title="Phi-3, Phi-3.5, Phi-4, Phi-4-mini", architectures=("Phi3ForCausalLM",), spec=_phi3, weights=DECODER_WEIGHTS
+)
 PHI = Family(
     name="phi",
+    title="Phi-1, 1.5, 2",
     architectures=("PhiForCausalLM",),
     spec=_phi,
     weights={

@@ -28,6 +28,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 
 FAMILY = Family(
     name="stablelm",
+    title="StableLM",
     architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
     spec=_spec,
     weights={

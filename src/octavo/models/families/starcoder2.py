@@ -27,6 +27,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 
 FAMILY = Family(
     name="starcoder2",
+    title="StarCoder2",
     architectures=("Starcoder2ForCausalLM",),
     spec=_spec,
     weights={
