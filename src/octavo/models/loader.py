@@ -170,7 +170,12 @@ def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec,
     """The spec, corrected by what only the tensors of a GGUF file tell: a head of its own, biases, rotary divisors."""
     tied = "output.weight" not in gguf.tensors
     spec, family = model_spec({**hf_config, "tie_word_embeddings": tied}, gguf.path)
-    spec = replace(spec, qkv_bias="blk.0.attn_q.bias" in gguf.tensors, attention_out_bias="blk.0.attn_output.bias" in gguf.tensors)
+    spec = replace(
+        spec,
+        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
+        attention_out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        norm_unit_offset=False,  # converters have added it
+    )
     if (divisors := rope_divisors(gguf)) is not None:
         if len(divisors) != spec.rope.rotary_dim // 2 or not all(math.isfinite(d) and d > 0 for d in divisors):
             raise CheckpointError(f"{gguf.path}: tensor rope_freqs.weight does not hold {spec.rope.rotary_dim // 2} positive numbers.")
