@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import octavo
-from octavo import LLM, PoolingParams
+from octavo import LLM, PoolingParams, SamplingParams
 from octavo.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from tests.support.tiny_pooling import save_pooling, write_modules
 
@@ -203,6 +203,22 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         open_llm(tmp_path)
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../.."}]))
     with pytest.raises(CheckpointError, match="only folders inside"):
+        open_llm(tmp_path)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_pooling(tmp_path, "LlamaForCausalLM", num_key_value_heads=2)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["surplus"] = 500
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with open_llm(tmp_path) as llm:
+        assert llm.generate("a man", SamplingParams(max_tokens=1))
+        with pytest.raises(InvalidRequest, match="belong together"):
+            llm.generate("a surplus", SamplingParams(max_tokens=1))
+    vocab |= {f"more{i}": 600 + i for i in range(300)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="301 tokens that"):
         open_llm(tmp_path)
 
 

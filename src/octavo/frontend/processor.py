@@ -230,6 +230,12 @@ class InputProcessor:
         else:
             assert parsed.text is not None
             token_ids = self._tokenizer.encode(parsed.text, add_special_tokens=add_special_tokens)
+            if token_ids and max(token_ids) >= self._model.vocab_size:
+                raise InvalidRequest(
+                    f"The text holds a token that the tokenizer has (id {max(token_ids)}) and the model has not "
+                    f"({self._model.vocab_size} tokens): do the two belong together?",
+                    param="prompt",
+                )
         if not token_ids:
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
         return token_ids
