@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -68,10 +69,10 @@ class PoolingModel:
         parts = torch.split(hidden, lengths)
         if self._pooling.labels:
             logits = self._classify(torch.stack([self._one(part) for part in parts])).float()
-            return [_pooled(self._activated(one, row)) for one, row in zip(logits, rows, strict=True)]
+            return _to_host([self._activated(one, row) for one, row in zip(logits, rows, strict=True)])
         tokens = [row.params.task == "token_embed" for row in rows]
         vectors: list[torch.Tensor] = [part if whole else self._one(part) for part, whole in zip(parts, tokens, strict=True)]
-        return [_pooled(self._embedding(vector, row)) for vector, row in zip(vectors, rows, strict=True)]
+        return _to_host([self._embedding(vector, row) for vector, row in zip(vectors, rows, strict=True)])
 
     def _hidden(self, rows: Sequence[PoolRow], lengths: list[int]) -> torch.Tensor:
         ids = torch.tensor([i for row in rows for i in row.token_ids], device=self._device)
@@ -127,8 +128,12 @@ class PoolingModel:
         return F.normalize(vector, dim=-1) if normalize else vector
 
 
-def _pooled(tensor: torch.Tensor) -> Pooled:
-    return Pooled(tensor.float().cpu().contiguous().numpy().astype("<f4").tobytes(), list(tensor.shape))
+def _to_host(results: list[torch.Tensor]) -> list[Pooled]:
+    """All results in one transfer."""
+    numbers = torch.cat([result.float().flatten() for result in results]).cpu().numpy().astype("<f4", copy=False)
+    ends = np.cumsum([result.numel() for result in results])
+    parts = np.split(numbers, ends[:-1])
+    return [Pooled(part.tobytes(), list(result.shape)) for part, result in zip(parts, results, strict=True)]
 
 
 def load_pooling_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress) -> PoolingModel:
