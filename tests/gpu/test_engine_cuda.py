@@ -194,6 +194,27 @@ def test_the_cache_is_as_large_as_asked_for(folder: str) -> None:
             LLM(folder, dtype="float16", kv_cache_memory_bytes=1 << 40, **settings)
 
 
+ENDS = """
+import json, sys
+from octavo import LLM, SamplingParams
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+prompts = [{"prompt_token_ids": list(range(1, n))} for n in (4, 50, 700)]
+for _ in range(2):
+    llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True, seed=0), use_tqdm=False)
+    llm.reset_prefix_cache()
+if sys.argv[3] == "closed":
+    llm.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_a_process_with_an_engine_ends_cleanly(folder: str, how: str) -> None:
+    settings = json.dumps({**SETTINGS, "dtype": "float16"})
+    done = subprocess.run([sys.executable, "-c", ENDS, folder, settings, how], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "invalid pointer" not in done.stderr
+
+
 HOLD = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")

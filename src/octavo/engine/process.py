@@ -222,4 +222,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All that is ours is closed. What native libraries do after the interpreter's end takes time, and must not turn a clean end into
+    # an abort.
+    os._exit(code)

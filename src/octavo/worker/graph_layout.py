@@ -89,48 +89,53 @@ class Layout:
         return Columns(*(line[begin:end] for begin, end in self.bounds))
 
 
+CHUNK_STEPS = (16, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Numbers of tokens that steps with prompt chunks are captured for. Below 200, reading the weights takes longer than computing with
+them, so that room costs little; larger ones than the last keep a GPU busy for longer than their launches take."""
+CHUNK_ROWS = (32, 256)
+"""Rows that such shapes have room for, if not for all: the head multiplies by every row there is room for."""
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What to capture, in order."""
+
+    largest: tuple[GraphShape, ...]
+    """The largest of both kinds of steps: the others fit into the memory that these took."""
+    next: tuple[GraphShape, ...]
+    """With these, every step that has a graph in the end has one that is at most about twice too large."""
+    rest: tuple[GraphShape, ...]
+    """From small to large: small steps are the more frequent."""
+
+    @property
+    def shapes(self) -> tuple[GraphShape, ...]:
+        return (*self.largest, *self.next, *self.rest)
+
+
 def decode_rows(max_rows: int) -> list[int]:
     """Numbers of rows that decode steps are captured for, ascending: fine where a row more costs much, coarse where it does not."""
     steps = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, max_rows, 64)]
     return [*(rows for rows in steps if rows < max_rows), max_rows]
 
 
-def chunk_tokens(max_tokens: int) -> list[int]:
-    """Numbers of tokens that steps with prompt chunks are captured for, ascending; the same idea."""
-    steps = [16, *range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, max_tokens, 256)]
-    return [*(tokens for tokens in steps if tokens < max_tokens), max_tokens]
-
-
-MIN_CHUNK_STEP = 16
-"""Tokens of the smallest shape with chunks."""
-
-
-def graph_shapes(max_rows: int, max_tokens: int, largest_chunks: int) -> list[GraphShape]:
-    """The shapes to capture, ascending by tokens.
-
-    Args:
-        max_rows, max_tokens: of a step, as the scheduler plans it.
-        largest_chunks: most tokens of a captured step with prompt chunks.
-    """
+def capture_plan(max_rows: int, max_tokens: int) -> CapturePlan:
+    """The shapes worth capturing for steps of up to so many rows and tokens."""
     most = min(max_rows, max_tokens)
-    shapes = [GraphShape(rows, rows) for rows in decode_rows(most)]
-    if (largest := min(largest_chunks, max_tokens)) >= MIN_CHUNK_STEP:
-        # A chunk has 16 tokens on average, or there are few of them; steps of more run uncaptured.
-        shapes += [GraphShape(min(most, tokens), tokens, max(8, tokens // 16)) for tokens in chunk_tokens(largest)]
-    return sorted(shapes, key=lambda s: (s.tokens, s.chunks))
-
-
-def capture_order(shapes: list[GraphShape]) -> tuple[list[GraphShape], list[GraphShape]]:
-    """(the shapes to capture before anything else, the others), in order.
-
-    With the first, every step has a graph that is at most about twice too large. The largest come before all, so that the others
-    fit into the memory they took; the others from small to large, since small steps are the more frequent.
-    """
-    kinds = [[s for s in shapes if bool(s.chunks) is chunks] for chunks in (True, False)]
-    targets = [(kind, target) for kind in kinds if kind for target in _halvings(kind[-1].tokens)]
-    first = [next(s for s in kind if s.tokens >= target) for kind, target in sorted(targets, key=lambda pair: -pair[1])]
-    first = list(dict.fromkeys([*(kind[-1] for kind in kinds if kind), *first]))
-    return first, [s for s in shapes if s not in first]
+    kinds = [[GraphShape(rows, rows) for rows in decode_rows(most)]]
+    limit = min(max_tokens, CHUNK_STEPS[-1])
+    tokens = [*(n for n in CHUNK_STEPS if n < limit), limit] if limit >= CHUNK_STEPS[0] else []
+    fewer = 0
+    for room in (*(rows for rows in CHUNK_ROWS if rows < most), most):
+        # Room for more rows than the smaller kind has is of use only to steps of more tokens. A chunk has 16 tokens on average, or
+        # there are few of them: steps of more run uncaptured.
+        kinds.append([GraphShape(min(room, n), n, max(8, n // 16)) for n in tokens if n > fewer])
+        fewer = room
+    kinds = [kind for kind in kinds if kind]
+    largest = list(dict.fromkeys([kinds[-1][-1], kinds[0][-1]]))
+    coarse = [next(s for s in kind if s.tokens >= target) for kind in kinds for target in _halvings(kind[-1].tokens)]
+    then = [s for s in dict.fromkeys(sorted(coarse, key=lambda s: -s.tokens)) if s not in largest]
+    every = sorted({s for kind in kinds for s in kind}, key=lambda s: (s.tokens, s.chunks, s.rows))
+    return CapturePlan(tuple(largest), tuple(then), tuple(s for s in every if s not in largest and s not in then))
 
 
 def _halvings(number: int) -> list[int]:

@@ -103,7 +103,7 @@ class StepGraphs:
         self._out = torch.zeros(rows, dtype=torch.int32, device=self._device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._ready: list[Captured] = []
-        """Ascending by tokens; of equal ones, decodes first."""
+        """Ascending by tokens; of equal ones, decodes first, then those with room for few rows."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if cuda else None
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class StepGraphs:
             compute = _returning(replay, logits)
         layout = self._layouts[shape]
         self._ready.append(Captured(layout, compute, finish, [layout.split(line) for line in self._uploads.array]))
-        self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks))
+        self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks, c.layout.shape.rows))
 
     def _record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """A graph of what `work` launches: how to replay it, and where its result will be."""

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.graph_layout import capture_order, graph_shapes
+from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
     CacheSize,
@@ -39,7 +39,7 @@ from octavo.worker.memory import (
 )
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
-from octavo.worker.warmup import all_slots, first_steps, worst_step
+from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
 if TYPE_CHECKING:
     from octavo.worker.graphs import StepGraphs
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 PROFILE_BLOCKS = 2
 """Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
-CHUNK_GRAPH_TOKENS = 1024
-"""Steps with prompt chunks are captured up to this many tokens. Larger ones keep a GPU busy for longer than their launches take."""
 COMPILER_THREADS = 16
 """Kernels compiled at once."""
 BUSY_SHARE = 0.05
@@ -99,7 +97,7 @@ class Worker:
         with self._phase("cache"):
             self._attention = self._allocate_cache(size, budget)
         with self._phase("graphs"):
-            self._graphs = self._make_graphs(self._attention)
+            self._graphs = self._make_graphs(self._attention, self._to_capture.shapes)
             self._capture(progress, defer=defer_graphs)
         self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs)
         with self._phase("warm-up"):
@@ -197,7 +195,7 @@ class Worker:
                 raise
             raise ConfigError(cannot_allocate(self._config, budget, size, self._shape.bytes_per_block)) from None
 
-    def _make_graphs(self, attention: AttentionBackend, shapes: list[GraphShape] | None = None) -> StepGraphs | None:
+    def _make_graphs(self, attention: AttentionBackend, shapes: Sequence[GraphShape]) -> StepGraphs | None:
         """What captures steps with this cache, nothing captured yet; None where the device or the settings rule it out."""
         config, draw = self._config, self._ops.draw
         wanted = self._device.type == "cuda" and not config.enforce_eager and self._model.capturable
@@ -205,18 +203,22 @@ class Worker:
             return None
         from octavo.worker.graphs import StepGraphs
 
-        shapes = shapes or self._shapes()
         return StepGraphs(self._model, attention, self._tables, self._state, draw, shapes, config.scheduler.inflight)
 
-    def _shapes(self) -> list[GraphShape]:
+    @property
+    def _to_capture(self) -> CapturePlan:
         scheduler = self._config.scheduler
-        return graph_shapes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, CHUNK_GRAPH_TOKENS)
+        return capture_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
     def _capture(self, progress: Callable[[str, int, int], None], *, defer: bool) -> None:
         if self._graphs is None:
             return
-        first, rest = capture_order(self._shapes())
-        now, self._later = (first, deque(rest)) if defer else ([*first, *rest], deque())
+        plan = self._to_capture
+        now: tuple[GraphShape, ...] = (*plan.largest, *plan.next)
+        if defer:
+            self._later.extend(plan.rest)
+        else:
+            now = plan.shapes
         for done, shape in enumerate(now):
             progress("graphs", done, len(now))
             self._graphs.capture(shape)
@@ -243,7 +245,8 @@ class Worker:
 
         Only for the time it saves: a kernel that this misses is compiled when it is first launched.
         """
-        graphs = self._make_graphs(attention)
+        plan = self._to_capture
+        graphs = self._make_graphs(attention, plan.shapes)
         if graphs is None:
             return
         from octavo.ops.triton.launch import compiling_only
@@ -251,9 +254,9 @@ class Worker:
         runner = Runner(self._model, attention, self._tables, self._state, self._sampler)
         try:
             with self._phase("kernels"), compiling_only(COMPILER_THREADS):
-                for plan in (worst_step(self._config), *first_steps(self._config)):
-                    runner.launch(plan)
-                for shape in capture_order(self._shapes())[0]:
+                for step in rehearsal_steps(self._config):
+                    runner.launch(step)
+                for shape in (*plan.largest, *plan.next):
                     graphs.rehearse(shape)
         except Exception:
             logger.debug("Compiling kernels ahead failed; they are compiled as they are met.", exc_info=True)
@@ -263,19 +266,23 @@ class Worker:
 
     def _measure_graphs(self, attention: AttentionBackend) -> GraphMemory:
         """Capture the largest graphs and a small one: the first take the pool that all share, the last what each takes besides."""
-        first, rest = capture_order(self._shapes())
-        largest, small = first[:-1][:2], first[-1]
-        graphs = self._make_graphs(attention, [*largest, small])
+        plan = self._to_capture
+        small = plan.next[-1:]
+        graphs = self._make_graphs(attention, (*plan.largest, *small))
         if graphs is None:
             return GraphMemory(0, 0)
-        torch.cuda.empty_cache()
-        free = [torch.cuda.mem_get_info(self._device)[0]]
-        for shape in (*largest, small):
-            graphs.capture(shape)
-            torch.cuda.empty_cache()
-            free.append(torch.cuda.mem_get_info(self._device)[0])
+        free = [self._free_memory()]
+        for shapes in (plan.largest, small):
+            for shape in shapes:
+                graphs.capture(shape)
+            free.append(self._free_memory())
         graphs.close()
-        return GraphMemory(max(0, free[0] - free[-2]), max(0, free[-2] - free[-1]) * (len(first) + len(rest) - len(largest)))
+        others = len(plan.next) + len(plan.rest)
+        return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * others)
+
+    def _free_memory(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape

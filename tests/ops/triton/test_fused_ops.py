@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from octavo.ops import reference
+from octavo.ops.triton import rope_cache as rope_cache_module
 from octavo.ops.triton.gated_mul import gated_mul
 from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
 from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
@@ -72,10 +73,22 @@ def rope_table(positions: int, rotary_dim: int, device: torch.device) -> torch.T
     [(8, 2, 128, 128, True), (9, 3, 64, 64, False), (4, 4, 80, 80, False), (4, 2, 96, 48, True), (6, 1, 256, 64, False)],
 )
 @pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("many", [False, True])
 def test_rope_cache(
-    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, float8: bool, dtype: torch.dtype, device: torch.device
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    norm: bool,
+    float8: bool,
+    many: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokens, block, blocks = 7, 16, 5
+    tokens, block, blocks = 11, 16, 5
+    if many:
+        monkeypatch.setattr(rope_cache_module, "_MANY_TOKENS", tokens)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     qkv[0, -1] = 3000.0  # beyond float8 once scaled: must saturate, not become NaN
     positions = torch.randint(0, 500, (tokens,), device=device)

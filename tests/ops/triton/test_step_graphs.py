@@ -5,11 +5,14 @@ On a CPU the kernels run in the interpreter and the graphs' steps uncaptured: sl
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from octavo.attention.base import GraphShape
 from octavo.attention.torch_paged import TorchPagedAttention
@@ -17,14 +20,16 @@ from octavo.attention.triton import TritonAttention
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops
+from octavo.ops.triton.launch import compiling_only
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.graph_layout import Layout, capture_order, graph_shapes
+from octavo.worker.graph_layout import Layout, capture_plan
 from octavo.worker.graphs import Captured, StepGraphs
 from octavo.worker.runner import Runner, settle
 from octavo.worker.slots import SlotTables
+from octavo.worker.warmup import rehearsal_steps
 from tests.support.engine_configs import engine_config
 from tests.support.step_plans import Plans, Row, slot_init
 
@@ -80,8 +85,6 @@ def models() -> dict[str, Model]:
 
 
 def _with(ops: Any, overrides: dict[str, Any]) -> Any:
-    import dataclasses
-
     return dataclasses.replace(ops, **overrides)
 
 
@@ -227,6 +230,41 @@ def test_rows_that_want_more_of_the_sampler_replay_up_to_their_logits(models: di
     assert list(expected[1]) == [0, 1, 4, 6]
 
 
+@pytest.fixture
+def nothing_runs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are called and do not run; fresh memory holds the worst that it can: NaN, and integers that are no index."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.type == "cuda":
+        with compiling_only(2):
+            yield
+        torch.cuda.synchronize()
+    else:
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None, raising=False)
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_rehearsal_looks_nothing_up_by_what_no_kernel_has_computed(
+    models: dict[str, Model], device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    runner, _ = runner_of(models["kernels"], device, kernels=True, graphs=False)
+    _, spy = runner_of(models["kernels"], device, kernels=True, graphs=True)
+    assert spy is not None
+    config = engine_config(hf_config=QWEN, vocab_size=VOCAB, max_model_len=LENGTH, max_num_seqs=SLOTS, max_num_batched_tokens=100)
+    config = dataclasses.replace(config, device=dataclasses.replace(config.device, kind="cuda"))
+    request.getfixturevalue("nothing_runs")
+    plans = rehearsal_steps(config)
+    for plan in (*plans, *plans):
+        tokens = runner.launch(plan).sampled[0].tokens
+        assert len(tokens) == len(plan.slots)
+    if device.type == "cpu":
+        assert int(tokens.max()) > VOCAB, "what would be a token is rubbish"
+    for shape in SHAPES:
+        spy.graphs.rehearse(shape)
+    assert {int(c) for plan in plans for c in plan.count} >= {1, 4, 8, 32}
+    assert max(plan.num_tokens for plan in plans) == 100
+
+
 @pytest.mark.parametrize(
     "shape", [GraphShape(1, 1), GraphShape(3, 3), GraphShape(130, 130), GraphShape(5, 19, 3), GraphShape(256, 512, 32)]
 )
@@ -245,19 +283,36 @@ def test_layout_columns_are_apart_and_aligned(shape: GraphShape) -> None:
     assert len(columns.row_of_token) >= (shape.tokens if shape.chunks else 0)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64, 100, 256, 300, 1024])
+@pytest.mark.parametrize("rows", [1, 3, 32, 64, 100, 256, 300, 1024])
 @pytest.mark.parametrize("tokens", [8, 300, 8192])
 def test_shapes_cover_all_steps_and_the_first_do_so_coarsely(rows: int, tokens: int) -> None:
-    shapes = graph_shapes(rows, tokens, 1024)
-    assert len(set(shapes)) == len(shapes)
-    first, rest = capture_order(shapes)
-    assert sorted([*first, *rest], key=shapes.index) == shapes
-    decodes = [s for s in shapes if not s.chunks]
-    assert (decodes[0].tokens, decodes[-1].tokens) == (1, min(rows, tokens))
-    chunks = [s for s in shapes if s.chunks]
-    assert [s.tokens for s in chunks[-1:]] == ([min(1024, tokens)] if tokens >= 16 else [])
-    for kind in (decodes, chunks):
-        assert not kind or kind[-1] in first[:2]
-        for shape in kind:
-            nearest = min(s.tokens for s in first if s in kind and s.tokens >= shape.tokens)
-            assert nearest <= max(16, 2.3 * shape.tokens)
+    plan = capture_plan(rows, tokens)
+    most = min(rows, tokens)
+    assert len(set(plan.shapes)) == len(plan.shapes)
+    decodes = sorted((s for s in plan.shapes if not s.chunks), key=lambda s: s.tokens)
+    assert all(s.rows == s.tokens for s in decodes)
+    assert (decodes[0].tokens, decodes[-1].tokens) == (1, most)
+    chunks = [s for s in plan.shapes if s.chunks]
+    assert all(s.rows <= min(most, s.tokens) and s.chunks <= s.tokens for s in chunks)
+    first = (*plan.largest, *plan.next)
+    assert decodes[-1] in plan.largest
+    for size in ("tokens", "rows", "chunks"):
+        assert max(getattr(s, size) for s in plan.largest) == max(getattr(s, size) for s in plan.shapes)
+
+    def smallest(of: Sequence[GraphShape], step: GraphShape) -> int:
+        return min((s.tokens for s in of if s.chunks and s.tokens >= step.tokens and s.rows >= step.rows), default=0)
+
+    for count in range(1, min(tokens, 1024) + 1, 7):
+        for together in {1, min(20, count, most), min(200, count, most), min(count, most)}:
+            step = GraphShape(together, count)
+            final, early = smallest(plan.shapes, step), smallest(first, step)
+            assert bool(final) is bool(early) is (tokens >= 16)
+            if tokens >= 16:
+                assert final <= max(count + 64, 1.5 * count), "a step is never much smaller than its graph"
+                assert early <= max(64, 2.7 * count)
+
+
+def test_room_for_many_rows_is_taken_only_where_it_is_needed() -> None:
+    plan = capture_plan(1024, 8192)
+    by_tokens = {n: sorted(s.rows for s in plan.shapes if s.chunks and s.tokens == n) for n in (16, 64, 256, 512, 1024)}
+    assert by_tokens == {16: [16], 64: [32, 64], 256: [32, 256], 512: [32, 256, 512], 1024: [32, 256, 1024]}
