@@ -65,6 +65,7 @@ unit: $(VENV)/.test
 
 docs: $(VENV)/.serve
 	$(BIN)/python -m octavo.cli.docs
+	$(BIN)/python scripts/models_table.py
 
 sanitize: $(VENV)/.test
 	scripts/sanitize_kernels.sh $(BIN)/python

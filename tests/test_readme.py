@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from collections.abc import Iterator
@@ -50,3 +51,12 @@ def test_every_command_is_documented() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     for name in COMMANDS:
         assert f"octavo {name}" in page, name
+
+
+def test_the_table_of_models_is_that_of_the_registry() -> None:
+    spec = importlib.util.spec_from_file_location("models_table", ROOT / "scripts" / "models_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert "Qwen3ForCausalLM" in module.table()
+    assert module.updated(README) == README, "run `make docs`"

@@ -39,7 +39,10 @@ class ContiguousAttend:
         hidden = distance < 0
         if spec.sliding_window is not None:
             hidden |= distance >= spec.sliding_window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if spec.sinks is not None:
+            scores = torch.cat((scores, scores.new_tensor(spec.sinks)[:, None, None].expand(-1, q.shape[0], 1)), -1)
+        weights = scores.softmax(-1)[..., : k.shape[0]]
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 

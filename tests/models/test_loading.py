@@ -189,6 +189,13 @@ GGUF_NAMES = {
 }
 
 
+GGUF_BOTH_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
 def write_gguf(path: Path, model: Any, arch: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32, rope_freqs: Any = None) -> None:
     """What a converter makes of a model: renamed, q and k of Llama with the halves of each head interleaved."""
     config = model.config
@@ -201,7 +208,13 @@ def write_gguf(path: Path, model: Any, arch: str, kind: GGMLQuantizationType = G
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim if arch != "qwen2" else config.hidden_size // config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None):
+            writer.add_float32(f"{arch}.{key}", getattr(config, key))
     writer.add_vocab_size(config.vocab_size)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, dtype=np.float32))
@@ -213,9 +226,12 @@ def write_gguf(path: Path, model: Any, arch: str, kind: GGMLQuantizationType = G
         if arch == "llama" and (".q_proj" in name or ".k_proj" in name):
             heads = config.num_attention_heads if ".q_proj" in name else config.num_key_value_heads
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+        if arch.startswith("gemma") and value.ndim == 1:
+            value = value + 1  # Gemma's norms are stored around zero, and around one in these files
         if stem.startswith("model.layers."):
             _, _, layer, rest = stem.split(".", 3)
-            target = f"blk.{layer}.{GGUF_NAMES[rest]}.{suffix}"
+            names = GGUF_NAMES | (GGUF_BOTH_NORMS if arch in ("gemma2", "gemma3") else {})
+            target = f"blk.{layer}.{names[rest]}.{suffix}"
         else:
             target = f"{GGUF_NAMES[stem]}.{suffix}"
         if value.ndim == 1 or kind == GGMLQuantizationType.F32:
@@ -246,6 +262,29 @@ def logits_of(model: Any) -> torch.Tensor:
         ("llama", {"attention_bias": True}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 16}),
+        ("gemma", {}),
+        (
+            "gemma2",
+            {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "query_pre_attn_scalar": 8,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 3.0,
+            },
+        ),
+        (
+            "gemma3",
+            {
+                "num_hidden_layers": 6,
+                "sliding_window": 6,
+                "query_pre_attn_scalar": 8,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                },
+            },
+        ),
     ],
 )
 def test_gguf_equals_transformers(tmp_path: Path, arch: str, overrides: dict[str, Any]) -> None:
@@ -354,3 +393,12 @@ def test_impossible_scale_is_named(tiny: Path, scale: torch.Tensor) -> None:
     rewrite(tiny, lambda t: t.update({"model.layers.0.self_attn.k_scale": scale}))
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.k_scale.*positive scale"):
         load(tiny)
+
+
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_weights_in_pytorchs_own_format(tmp_path: Path, ops: str) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    expected = run(load(tmp_path, ops=ops), IDS)
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    torch.testing.assert_close(run(load(tmp_path, ops=ops), IDS), expected)

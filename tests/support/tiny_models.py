@@ -20,12 +20,42 @@ from octavo.config.types import (
     SchedulerConfig,
 )
 
-FAMILIES: dict[str, tuple[type, type]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+FAMILIES: dict[str, str] = {
+    "arcee": "Arcee",
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "falcon": "Falcon",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text:Gemma3",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "gpt2": "GPT2:GPT2LMHead",
+    "gpt_neox": "GPTNeoX",
+    "gpt_oss": "GptOss",
+    "granite": "Granite",
+    "granitemoe": "GraniteMoe",
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "nemotron": "Nemotron",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "olmoe": "Olmoe",
+    "phi": "Phi",
+    "phi3": "Phi3",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "smollm3": "SmolLM3",
+    "stablelm": "StableLm",
+    "starcoder2": "Starcoder2",
 }
+"""Family -> its name in transformers: that of the config, and that of the model where it differs."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -43,17 +73,31 @@ SIZES: dict[str, Any] = {
 }
 
 
+_ABSENT = {
+    ("falcon", "head_dim"),
+    ("gpt2", "intermediate_size"),
+    ("gpt2", "head_dim"),
+    ("gpt_neox", "head_dim"),
+    ("deepseek_v2", "head_dim"),
+    ("deepseek_v3", "head_dim"),
+}
+"""Sizes that a family's config takes from others."""
+
+
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A random model in float32. Norms and biases are random too: at their usual 1 and 0 a mixed-up one would go unnoticed."""
-    config_class, model_class = FAMILIES[family]
-    config = config_class(**(SIZES | overrides))
+    config_name, _, model_name = FAMILIES[family].partition(":")
+    config_class = getattr(transformers, f"{config_name}Config")
+    model_class = getattr(transformers, model_name + "Model" if model_name.endswith("Head") else f"{model_name or config_name}ForCausalLM")
+    config = config_class(**{k: v for k, v in (SIZES | overrides).items() if (family, k) not in _ABSENT})
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+                norm = "norm" in name or ".ln_" in name
+                parameter.normal_(1.0 if norm and not name.endswith("bias") else 0.0, 0.2)
     return model
 
 

@@ -68,7 +68,7 @@ class Attend(Protocol):
             k, v: [tokens, kv_heads, head_dim], k rotated.
 
         Returns:
-            [tokens, heads, head_dim]
+            [tokens, heads, head_dim]; of a layer with `value_dim` so many numbers a head.
         """
 
 
@@ -83,6 +83,10 @@ class LayerSpec:
     sliding_window: int | None = None
     """A token sees itself and the `sliding_window - 1` before it."""
     soft_cap: float | None = None
+    value_dim: int | None = None
+    """Values are the first `value_dim` numbers of the keys, and are not kept again (multi-head latent attention)."""
+    sinks: tuple[float, ...] | None = None
+    """[heads] score of one more key a head, whose value is zero (Xiao et al. 2023)."""
 
 
 @dataclass(frozen=True)

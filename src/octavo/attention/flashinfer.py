@@ -43,6 +43,8 @@ def unsupported(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> str | No
     dtype, cache = config.model.dtype, config.cache.dtype
     if dtype not in ("bfloat16", "float16") or cache not in (dtype, "float8_e4m3fn"):
         return f"it runs bfloat16 and float16 models with a cache of the same type or fp8, not {dtype} with a {cache} cache"
+    if any(layer.value_dim is not None or layer.sinks is not None for layer in layers):
+        return "latent attention and attention sinks, which this model needs, are not wired to it"
     sizes = sorted({layer.head_dim for layer in layers} - set(_HEAD_SIZES))
     if sizes:
         return f"it has kernels for heads of {', '.join(map(str, _HEAD_SIZES))}, not of {', '.join(map(str, sizes))}"

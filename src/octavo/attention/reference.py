@@ -40,13 +40,16 @@ class ReferenceAttention:
             for token, slot in enumerate(cache_slots):
                 block, offset = divmod(slot, self._block_size)
                 cache[0, block, offset] = k[token].to(cache.dtype)
-                cache[1, block, offset] = v[token].to(cache.dtype)
-            out = torch.empty_like(q)
+                if spec.value_dim is None:
+                    cache[1, block, offset] = v[token].to(cache.dtype)
+            out = q.new_empty(*q.shape[:2], spec.value_dim or q.shape[2])
             begin = 0
             for row, (start, count) in enumerate(zip(batch.cpu_start.tolist(), batch.cpu_count.tolist(), strict=True)):
                 where = [(tables[row][p // self._block_size], p % self._block_size) for p in range(start + count)]
                 keys = torch.stack([cache[0, block, offset] for block, offset in where])
                 values = torch.stack([cache[1, block, offset] for block, offset in where])
+                if spec.value_dim is not None:
+                    values = keys[..., : spec.value_dim]
                 out[begin : begin + count] = causal_attention(
                     q[begin : begin + count],
                     keys,
@@ -54,6 +57,7 @@ class ReferenceAttention:
                     scale=spec.scale,
                     sliding_window=spec.sliding_window,
                     soft_cap=spec.soft_cap,
+                    sinks=spec.sinks,
                 )
                 begin += count
             return out

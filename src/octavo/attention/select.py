@@ -22,7 +22,8 @@ def attention_class(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Any:
     Raises:
         ConfigError: none can do what the settings ask for with this model on this device; says why.
     """
-    if config.device.native_kernels:
+    plain = all(layer.value_dim is None and layer.sinks is None for layer in layers)
+    if config.device.native_kernels and plain:
         from octavo.attention.native_cpu import NativeCpuAttention
 
         return NativeCpuAttention
@@ -62,6 +63,8 @@ def _no_triton(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> str | Non
         return f"{device.name} is too old for them (compute capability {device.capability[0]}.{device.capability[1]}; 8.0 is needed)"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if any(layer.value_dim is not None or layer.sinks is not None for layer in layers):
+        return "they have no latent attention and no attention sinks, which this model needs"
     from octavo.attention.triton import TritonAttention
 
     if not TritonAttention.supports(layers, getattr(torch, config.model.dtype), getattr(torch, config.cache.dtype)):

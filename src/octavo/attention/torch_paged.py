@@ -41,11 +41,13 @@ class Geometry:
     num_heads: int
     num_kv_heads: int
     sliding_window: int | None
-    soft_capped: bool
+    by_hand: bool
+    """Scores are changed in a way that torch's fused attention does not know."""
 
     @staticmethod
     def of(layer: LayerSpec) -> Geometry:
-        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window, layer.soft_cap is not None)
+        by_hand = layer.soft_cap is not None or layer.sinks is not None
+        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window, by_hand)
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,19 @@ class TorchPagedAttention:
         # Never written means never touched: on a CPU the system hands out these pages only when a block is first used.
         shapes = [(num_blocks, layer.num_kv_heads, block_size, layer.head_dim) for layer in layers]
         self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        self._values = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        self._values = [
+            keys if layer.value_dim is not None else torch.empty_like(keys) for layer, keys in zip(layers, self._keys, strict=True)
+        ]
+        """Of a layer whose values are part of its keys: the keys."""
+        self._sinks = [None if layer.sinks is None else torch.tensor(layer.sinks, device=device) for layer in layers]
         most_rows = max((num_blocks * layer.num_kv_heads * block_size for layer in layers), default=0)
         self._index_dtype = torch.int32 if most_rows < 2**31 else torch.int64
         self._bag = device.type == "cpu" and dtype == torch.float32
 
     @staticmethod
     def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
-        return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in layers)
+        numbers = sum((2 if layer.value_dim is None else 1) * layer.num_kv_heads * layer.head_dim for layer in layers)
+        return numbers * block_size * dtype.itemsize
 
     def plan(self, batch: StepBatch) -> Attend:
         plans = {geometry: self._plan_geometry(batch, geometry) for geometry in dict.fromkeys(self._geometries)}
@@ -144,7 +151,8 @@ class TorchPagedAttention:
         return attend
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for cache in (*self._keys, *self._values):
+        own_values = [values for values, layer in zip(self._values, self._layers, strict=True) if layer.value_dim is None]
+        for cache in (*self._keys, *own_values):
             cache.index_copy_(0, dst.long(), cache.index_select(0, src))
 
     def _plan_geometry(self, batch: StepBatch, geometry: Geometry) -> LayerPlan:
@@ -195,7 +203,7 @@ class TorchPagedAttention:
         mask_elements = 0
         for row in range(batch.num_decodes, len(batch.cpu_start)):
             start, count, begin = int(batch.cpu_start[row]), int(batch.cpu_count[row]), int(begins[row])
-            tiles = chunk_tiles(begin, start, count, window, maskless=not geometry.soft_capped)
+            tiles = chunk_tiles(begin, start, count, window, maskless=not geometry.by_hand)
             mask_elements += sum((t.end - t.begin) * (t.last_key - t.first_key) for t in tiles if not t.causal)
             described.append((row, start + count, tiles))
         keep_masks = mask_elements <= MASK_CACHE_ELEMENTS
@@ -223,20 +231,29 @@ class TorchPagedAttention:
         spec = self._layers[layer]
         keys, values = self._keys[layer].view(-1, spec.head_dim), self._values[layer].view(-1, spec.head_dim)
         keys.index_copy_(0, plan.write_rows, k.reshape(-1, spec.head_dim).to(self._dtype))
-        values.index_copy_(0, plan.write_rows, v.reshape(-1, spec.head_dim).to(self._dtype))
+        if spec.value_dim is None:
+            values.index_copy_(0, plan.write_rows, v.reshape(-1, spec.head_dim).to(self._dtype))
+        # The weighted sum takes whole rows of the cache; numbers past the values are dropped in the end.
+        return self._outputs(layer, plan, keys, values, q)[..., : spec.value_dim]
+
+    def _outputs(self, layer: int, plan: LayerPlan, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, head_dim]"""
+        spec, sinks = self._layers[layer], self._sinks[layer]
         if len(plan.decode_tiles) == 1 and not plan.chunks:
-            return self._decode(plan.decode_tiles[0], spec, keys, values, q)
+            return self._decode(plan.decode_tiles[0], spec, sinks, keys, values, q)
         out = torch.empty_like(q)
         for tile in plan.decode_tiles:
             if tile.rows is None:
-                out[: tile.num_rows] = self._decode(tile, spec, keys, values, q[: tile.num_rows])
+                out[: tile.num_rows] = self._decode(tile, spec, sinks, keys, values, q[: tile.num_rows])
             else:
-                out.index_copy_(0, tile.rows, self._decode(tile, spec, keys, values, q.index_select(0, tile.rows)))
+                out.index_copy_(0, tile.rows, self._decode(tile, spec, sinks, keys, values, q.index_select(0, tile.rows)))
         for chunk in plan.chunks:
-            self._prefill(chunk, spec, keys, values, q, out)
+            self._prefill(chunk, spec, sinks, keys, values, q, out)
         return out
 
-    def _decode(self, tile: DecodeTile, spec: LayerSpec, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def _decode(
+        self, tile: DecodeTile, spec: LayerSpec, sinks: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor
+    ) -> torch.Tensor:
         """q: [n, heads, head_dim] of the tile's rows; the same shape comes back."""
         n, heads, dim = q.shape
         batch, group = n * spec.num_kv_heads, heads // spec.num_kv_heads
@@ -247,14 +264,23 @@ class TorchPagedAttention:
         scores = scores.view(n, heads, tile.length)
         if tile.padding is not None:
             scores.masked_fill_(tile.padding, -torch.inf)
-        weights = torch.softmax(scores, -1)
+        weights = _softmax(scores, None if sinks is None else sinks[:, None].expand(n, -1, -1))
         if tile.value_rows is not None:
             bag = F.embedding_bag(tile.value_rows, values, mode="sum", per_sample_weights=weights.view(-1, tile.length))
             return bag.view(n, heads, dim).to(q.dtype)
         gathered = values.index_select(0, tile.key_rows).view(batch, tile.length, dim).float()
         return torch.bmm(weights.view(batch, group, tile.length), gathered).view(n, heads, dim).to(q.dtype)
 
-    def _prefill(self, chunk: Chunk, spec: LayerSpec, keys: torch.Tensor, values: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    def _prefill(
+        self,
+        chunk: Chunk,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         """Write the attention of a chunk's tokens into their rows of `out` [tokens, heads, head_dim]."""
         kv_heads, dim = spec.num_kv_heads, spec.head_dim
         group = spec.num_heads // kv_heads
@@ -268,38 +294,53 @@ class TorchPagedAttention:
                 mask = self._mask(tile, spec.sliding_window) if chunk.masks is None else chunk.masks[i]
             queries = q[tile.begin : tile.end].view(-1, kv_heads, group, dim).permute(1, 2, 0, 3)
             seen = slice(tile.first_key - chunk.first_key, tile.last_key - chunk.first_key)
-            if spec.soft_cap is None or mask is None:
+            if mask is None or (spec.soft_cap is None and sinks is None):
                 mask = None if mask is None else mask.to(q.dtype)
                 result = F.scaled_dot_product_attention(
                     queries, k[:, :, seen], v[:, :, seen], attn_mask=mask, is_causal=tile.causal, scale=spec.scale
                 )
             else:
-                result = _capped_attention(queries, k[:, :, seen], v[:, :, seen], mask, spec.scale, spec.soft_cap)
+                result = _attention_by_hand(queries, k[:, :, seen], v[:, :, seen], mask, spec.scale, spec.soft_cap, sinks)
             out[tile.begin : tile.end] = result.permute(2, 0, 1, 3).reshape(-1, spec.num_heads, dim)
 
 
-def _capped_attention(
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the last dimension, with one more score whose weight is dropped.
+
+    Args:
+        sinks: [..., 1]
+    """
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1].contiguous()
+
+
+def _attention_by_hand(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
-    soft_cap: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with soft-capped scores, one head at a time to bound memory.
+    """Attention with soft-capped scores or sinks, one head at a time to bound memory.
 
     Args:
         q: [kv_heads, group, queries, head_dim]
         k, v: [kv_heads, group, keys, head_dim], the same for each of a group.
         mask: [queries, keys]
+        sinks: [kv_heads * group]
     """
     out = torch.empty_like(q)
     for kv_head in range(q.shape[0]):
         keys, values = k[kv_head, 0].float(), v[kv_head, 0].float()
         for head in range(q.shape[1]):
             scores = (q[kv_head, head].float() * scale) @ keys.t()
-            scores.div_(soft_cap).tanh_().mul_(soft_cap).add_(mask)
-            out[kv_head, head] = (torch.softmax(scores, -1) @ values).to(q.dtype)
+            if soft_cap is not None:
+                scores.div_(soft_cap).tanh_().mul_(soft_cap)
+            sink = None if sinks is None else sinks[kv_head * q.shape[1] + head].expand(len(scores), 1)
+            out[kv_head, head] = (_softmax(scores.add_(mask), sink) @ values).to(q.dtype)
     return out
 
 

@@ -58,6 +58,9 @@ _ARCHITECTURES: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 """GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
 
@@ -298,7 +301,33 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         "attention_bias": arch == "qwen2" or (tensors is not None and "blk.0.attn_q.bias" in tensors),
         "tie_word_embeddings": tensors is not None and "output.weight" not in tensors,
     }
+    if arch.startswith("gemma"):
+        config |= _gemma(metadata, arch, config, number)
     return config | _special_ids(metadata)
+
+
+_LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
+"""Layers of the model that scales attention by the width of a head's share of the hidden state; files do not say so."""
+
+
+def _gemma(metadata: Mapping[str, Any], arch: str, config: Mapping[str, Any], number: Any) -> dict[str, Any]:
+    """What Gemma's config.json has besides."""
+    largest = config["num_hidden_layers"] == _LARGEST_GEMMA.get(arch)
+    more: dict[str, Any] = {
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"],
+    }
+    for ours, theirs in (("attn_logit_softcapping", "attn_logit_softcapping"), ("final_logit_softcapping", "final_logit_softcapping")):
+        if f"{arch}.{theirs}" in metadata:
+            more[ours] = number(theirs, float)
+    if f"{arch}.attention.sliding_window" in metadata:
+        more["sliding_window"] = number("attention.sliding_window", int)
+    if arch == "gemma3":  # the scaling, if any, is for the layers without a window
+        rope = config["rope_parameters"]
+        local = {"rope_type": "default", "rope_theta": number("rope.freq_base_swa", float, 10000.0)}
+        more["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return more
 
 
 def _rope_parameters(metadata: Mapping[str, Any], arch: str, number: Any) -> dict[str, Any]:

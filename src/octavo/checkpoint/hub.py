@@ -6,6 +6,7 @@ The hub's own client does the transfer, so its cache, HF_TOKEN, HF_ENDPOINT, HF_
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def fetch(name: str, *, revision: str | None, cache_dir: str | None, token: str 
             gguf = _choose_gguf(repo, files, variant, load_format)
             return snapshot / gguf if gguf else snapshot
         gguf = _choose_gguf(repo, files, variant, load_format)
-        weights = [gguf] if gguf else [] if load_format == "dummy" else _safetensors(files)
+        weights = [gguf] if gguf else [] if load_format == "dummy" else _safetensors(files) or _torch_files(files)
         snapshot = _download(repo, revision, cache_dir, token, [*weights, *TEXT_FILES])
         return snapshot / gguf if gguf else snapshot
 
@@ -83,7 +84,13 @@ def _from_cache(repo: str, revision: str | None, cache_dir: str | None) -> Path:
 
 def _safetensors(files: list[str]) -> list[str]:
     """The model's weights. Other folders and consolidated files repeat them under other names, at twice the download."""
-    return [f for f in files if f.endswith(".safetensors") and "/" not in f and not f.startswith(("consolidated", "adapter_"))]
+    own = [f for f in files if f.endswith(".safetensors") and "/" not in f and not f.startswith(("consolidated", "adapter_"))]
+    return own + [f for f in files if own and re.fullmatch(r"\d+_Dense/model\.safetensors", f)]
+
+
+def _torch_files(files: list[str]) -> list[str]:
+    """Weights in PyTorch's own format, for a repository that has no others."""
+    return [f for f in files if re.fullmatch(r"pytorch_model(-\d+-of-\d+)?\.bin", f)]
 
 
 def _choose_gguf(repo: str, files: list[str], variant: str, load_format: str) -> str | None:

@@ -61,7 +61,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     *_ignored(
         "loading is streamed and needs no tuning",
         values="max-parallel-loading-workers model-loader-extra-config ignore-patterns pt-load-map-location "
-        "safetensors-load-strategy config-format model-impl",
+        "safetensors-load-strategy config-format",
     ),
     *_ignored(
         "Octavo never runs code from a checkpoint or from the command line",
@@ -92,7 +92,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         switches="disable-sliding-window calculate-kv-scales enforce-eager-inductor allow-deprecated-quantization "
         "enable-prompt-embeds enable-return-routed-experts enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none "
         "log-error-stack enable-ssl-refresh trust-request-chat-template-kwargs async-engine",
-        values="task runner convert override-pooler-config pooler-config additional-config override-neuron-config "
+        values="task convert override-pooler-config pooler-config additional-config override-neuron-config "
         "block-size-cpu guided-decoding-backend structured-outputs-config h11-max-incomplete-event-size h11-max-header-count "
         "tokenizer-revision tokenizer-pool-size tokenizer-pool-type numa-bind stream-interval",
     ),

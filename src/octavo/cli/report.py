@@ -26,6 +26,15 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
     free = ready.total_bytes - ready.weights_bytes - ready.activation_bytes - ready.other_bytes - ready.cache_bytes
     where = "host memory" if config.device.kind == "cpu" else "GPU memory"
     threads = f", {config.device.threads} threads" if config.device.kind == "cpu" else ""
+    if config.model.pooling is not None:
+        return [
+            ("Model", f"{config.model.name} ({config.model.architecture})"),
+            ("Runs on", f"{ready.device}{threads}, {ready.dtype}"),
+            ("Makes", f"{len(config.model.pooling.labels)} classes" if config.model.pooling.labels else f"{ready.embedding_size} numbers"),
+            ("Weights", format_bytes(ready.weights_bytes)),
+            ("Fits", f"prompts of up to {ready.max_model_len:,} tokens"),
+            ("Started in", _phases(ready)),
+        ]
     return [
         ("Model", f"{config.model.name} ({config.model.architecture})"),
         ("Runs on", f"{ready.device}{threads}, {ready.dtype}, attention {ready.attention}"),
@@ -39,11 +48,12 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
             f"{tokens:,} tokens: {capacity(ready, ready.max_model_len):,} x {ready.max_model_len:,} (the longest request)"
             f" or {capacity(ready, SHORT_CONTEXT):,} x {SHORT_CONTEXT:,}; at most {ready.max_num_seqs:,} running at once",
         ),
-        (
-            "Started in",
-            f"{sum(p.seconds for p in ready.phases):.1f} s" + "".join(f", {p.name} {p.seconds:.1f}" for p in ready.phases),
-        ),
+        ("Started in", _phases(ready)),
     ]
+
+
+def _phases(ready: EngineReady) -> str:
+    return f"{sum(p.seconds for p in ready.phases):.1f} s" + "".join(f", {p.name} {p.seconds:.1f}" for p in ready.phases)
 
 
 def server_url(settings: Any) -> str:

@@ -83,6 +83,19 @@ class EngineArgs:
         group="model",
         size=True,
     )
+    runner: str = setting(
+        "auto",
+        "What the model is run for: generate, or pooling (embeddings, classes, scores). auto: what its own files say.",
+        group="model",
+        choices=("auto", "generate", "pooling"),
+    )
+    model_impl: str = setting(
+        "auto",
+        "Whose model code runs: Octavo's, or that of the installed transformers with Octavo's attention and cache. "
+        "auto: Octavo's for every architecture that it has.",
+        group="model",
+        choices=("auto", "octavo", "transformers"),
+    )
     seed: int = setting(0, "Seed for dummy weights and for requests' own seeds.", group="model")
     generation_config: str = setting(
         "auto", "Default sampling parameters: auto (the model's generation_config.json), vllm or none (ours), or a folder.", group="model"

@@ -22,6 +22,7 @@ from octavo.config.types import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    PoolingConfig,
     ReliabilityConfig,
     SchedulerConfig,
 )
@@ -65,6 +66,7 @@ _FOREIGN_ATTENTION = frozenset(
         "PALLAS",
     ]
 )
+MAX_LENGTH = 2**31 - 1
 _BIG_GPU = 70 * 2**30
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
 
@@ -77,12 +79,15 @@ def resolve(
     hf_config: Mapping[str, Any],
     eos_token_ids: tuple[int, ...],
     device: DeviceInfo,
+    pooling: PoolingConfig | None = None,
+    pooling_length: int | None = None,
 ) -> EngineConfig:
     """The configuration that these settings mean for this model on this device.
 
     Args:
         path: local folder or .gguf file of the model. name: what the user called it.
         hf_config: config.json, or its equivalent made from GGUF metadata.
+        pooling: how the model pools, when that is what it is run for. pooling_length: the longest prompt it was made for.
 
     Raises:
         ConfigError: a value is out of range or of the wrong kind; the message names the setting.
@@ -90,7 +95,8 @@ def resolve(
         CheckpointError, UnsupportedModel: the model's own config cannot be used.
     """
     warnings = _check(args)
-    model = _model(args, path, name, hf_config, eos_token_ids, device, warnings)
+    model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
+    model = dataclasses.replace(model, pooling=pooling)
     device = _kernels(args, model, device, warnings)
     scheduler = _scheduler(args, model, device, warnings)
     return EngineConfig(
@@ -166,6 +172,7 @@ def _model(
     eos_token_ids: tuple[int, ...],
     device: DeviceInfo,
     warnings: list[str],
+    longest: int | None = None,
 ) -> ModelConfig:
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
@@ -176,7 +183,7 @@ def _model(
     vocab_size = hf_config.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise CheckpointError(f"{name}: its config has no usable vocab_size (found {vocab_size!r}).")
-    limit = _context_limit(hf_config, name)
+    limit = min(_context_limit(hf_config, name), longest or MAX_LENGTH)
     auto = args.max_model_len in ("auto", -1)
     asked = None if auto else _whole(args, "max_model_len")
     if asked is not None and asked > limit:
@@ -198,6 +205,7 @@ def _model(
         seed=seed,
         max_logprobs=max_logprobs,
         logprobs_mode=args.logprobs_mode,
+        implementation=args.model_impl,
     )
 
 
@@ -238,7 +246,7 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
 
 def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> DeviceInfo:
     """The device with the choice of CPU kernels made."""
-    usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch"
+    usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch" and model.pooling is None
     if usable and not device.native_kernels:
         if args.cpu_kernels == "native":
             raise ConfigError(

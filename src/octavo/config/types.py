@@ -29,6 +29,29 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True)
+class DenseLayer:
+    """A layer between pooling and the embedding, in a file of its own (sentence-transformers' Dense)."""
+
+    file: str
+    """Path of its safetensors file."""
+    activation: Literal["tanh", "identity", "relu", "gelu", "silu"]
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    """How the hidden states of a prompt become one vector."""
+
+    kind: Literal["cls", "mean", "last", "max", "mean_sqrt"]
+    normalize: bool
+    """Embeddings of length 1, unless a request asks otherwise."""
+    dense: tuple[DenseLayer, ...] = ()
+    labels: tuple[str, ...] = ()
+    """Names of the classes of a model with a classification head; empty: it makes embeddings."""
+    activation: Literal["softmax", "sigmoid", "identity"] = "identity"
+    """Of the classification head."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Which model, as the engine needs to know it."""
 
@@ -49,6 +72,10 @@ class ModelConfig:
     seed: int
     max_logprobs: int
     logprobs_mode: str
+    implementation: str = "auto"
+    """auto, octavo or transformers; see `EngineArgs.model_impl`."""
+    pooling: PoolingConfig | None = None
+    """The engine pools (embeddings, classes, scores) instead of generating."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from octavo.protocol.engine import EngineReady
 
 if TYPE_CHECKING:
     from octavo.core.loop import EngineCore
+    from octavo.core.pooling import PoolingCore
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), called while the engine loads."""
@@ -19,12 +20,14 @@ def no_progress(phase: str, done: int, total: int) -> None:
     """For callers with nothing to draw."""
 
 
-def build_server_engine(config: EngineConfig, progress: Progress = no_progress) -> tuple[EngineCore, EngineReady]:
+def build_server_engine(config: EngineConfig, progress: Progress = no_progress) -> tuple[EngineCore | PoolingCore, EngineReady]:
     """`build_engine`, ready sooner: what is left to prepare is done in gaps, by a loop that calls `EngineCore.prepare`."""
     return build_engine(config, progress, defer=True)
 
 
-def build_engine(config: EngineConfig, progress: Progress = no_progress, *, defer: bool = False) -> tuple[EngineCore, EngineReady]:
+def build_engine(
+    config: EngineConfig, progress: Progress = no_progress, *, defer: bool = False
+) -> tuple[EngineCore | PoolingCore, EngineReady]:
     """A loaded engine, ready for requests, and what it reports about itself. Takes as long as loading the model takes.
 
     Args:
@@ -33,6 +36,13 @@ def build_engine(config: EngineConfig, progress: Progress = no_progress, *, defe
     Raises:
         OctavoError: the model cannot be loaded or does not fit.
     """
+    if config.model.pooling is not None and config.reliability.scripted_model is None:
+        from octavo.core.pooling import PoolingCore
+        from octavo.worker.pooling import PoolingWorker
+
+        worker = PoolingWorker(config, progress)
+        return PoolingCore(config, worker), worker.ready_report
+
     from octavo.core.loop import EngineCore
     from octavo.executor.inline import InlineExecutor
 

@@ -50,10 +50,13 @@ from octavo.protocol.engine import (
 
 if TYPE_CHECKING:
     from octavo.core.loop import EngineCore
+    from octavo.core.pooling import PoolingCore
+
+    Core = EngineCore | PoolingCore
 
 logger = logging.getLogger(__name__)
 
-Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[EngineCore, EngineReady]"]
+Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[Core, EngineReady]"]
 
 PR_SET_PDEATHSIG = 1
 LINGER_MS = 2000
@@ -114,7 +117,7 @@ def _failed(request_id: str, index: int, n: int, why: str) -> list[TokenDelta]:
     return [TokenDelta(request_id, i, [], finish_reason=FinishReason.ERROR, error=why) for i in range(index, index + n)]
 
 
-def serve(engine: EngineCore, mailbox: Mailbox) -> None:
+def serve(engine: Core, mailbox: Mailbox) -> None:
     """Turn the loop until `Shutdown`. What the engine left to prepare is done while there is nothing else to do, or now and then."""
     preparing = True
     while True:
@@ -132,7 +135,7 @@ def serve(engine: EngineCore, mailbox: Mailbox) -> None:
         preparing = preparing and engine.prepare()
 
 
-def _handle(engine: EngineCore, mailbox: Mailbox, message: ToEngine) -> None:
+def _handle(engine: Core, mailbox: Mailbox, message: ToEngine) -> None:
     if isinstance(message, NewRequest):
         try:
             engine.add(message)
@@ -193,7 +196,7 @@ def main() -> int:
     _die_with_parent(boot.from_main_thread)
     logging.basicConfig(level=boot.log_level, format="%(levelname)s engine: %(message)s")
     mailbox = Mailbox(boot)
-    engine: EngineCore | None = None
+    engine: Core | None = None
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
         build = _load_builder(boot.builder)

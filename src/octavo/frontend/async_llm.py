@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from octavo.config.args import EngineArgs
@@ -22,6 +22,7 @@ from octavo.frontend.beam import BeamSearch, Collector, beam_request_output
 from octavo.frontend.client import Progress
 from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
+from octavo.frontend.pooling import PoolingProcessor, PoolingState, PreparedPooling
 from octavo.frontend.process_client import ProcessClient, State
 from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt, parse_prompt
@@ -135,7 +136,7 @@ class AsyncLLM:
         self._processor = InputProcessor(launch.config, tokenizer)
         self._client.vocabulary = self._processor.vocabulary
         self._vocabulary_task: asyncio.Future[Vocabulary] | None = None
-        self._live: dict[str, RequestState] = {}
+        self._live: dict[str, RequestState | PoolingState] = {}
         self._beams: dict[str, Collector | None] = {}
         """Running beam searches, by request id, with the turn they wait for."""
         self._listeners: list[Listener] = []
@@ -290,7 +291,10 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output with finish_reason "abort". Unknown ids are ignored."""
         state, turn = self._live.get(request_id), self._beams.get(request_id)
-        if state is not None:
+        if isinstance(state, PoolingState):
+            self._client.abort(state.request.request_id)
+            state.on_error(RequestFailed("The request was aborted."))
+        elif state is not None:
             self._abort_state(state)
         elif turn is not None:
             turn.on_error(RequestFailed("The beam search was aborted."))
@@ -339,6 +343,47 @@ class AsyncLLM:
             for request_id in search.open_requests():
                 self._client.abort(request_id)
             self._client.release(search.held_requests())
+
+    async def pool(self, prepared: Sequence[PreparedPooling]) -> list[PoolingState]:
+        """Run pooling requests that `pooling_processor` made; they are all done when this returns.
+
+        Cancelling it, or the failure of one to be queued, ends them all.
+
+        Raises:
+            Overloaded: too many requests wait already.
+            EngineDead: there is no engine and there will be none.
+        """
+        await self._check_accepting()
+        for one in prepared:
+            self._check_unused(one.request_id)
+        news = asyncio.Event()
+        states = [PoolingState(one, wake=news.set, on_finish=self._on_finish) for one in prepared]
+        added: list[PoolingState] = []
+        try:
+            for state in states:
+                self._client.add(state.request, state, bounded=not added)  # taken as a whole, or not at all
+                added.append(state)
+                self._live[state.request_id] = state
+            self._idle.clear()
+            for state in states:
+                while not state.done:
+                    news.clear()
+                    await news.wait()
+        finally:
+            for state in added:
+                if not state.done:
+                    self._client.abort(state.request.request_id)
+                    state.on_error(RequestFailed("The request was aborted."))
+        return states
+
+    async def pooling_processor(self) -> PoolingProcessor:
+        """What makes pooling requests of prompts.
+
+        Raises:
+            InvalidRequest: the engine does not pool.
+        """
+        await self._check_accepting()
+        return PoolingProcessor(self.config, self._tokenizer, self._processor, self.ready_report.embedding_size)
 
     async def _check_accepting(self) -> None:
         if not self._accepting:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.client import Progress
 from octavo.frontend.processor import default_sampling_params
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from octavo.frontend.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MOST_SURPLUS_TOKENS = 256
+"""Fine-tunes add a few tokens that the weights do not have; a prompt that holds one is refused. More is another model's tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
     Raises:
         OctavoError: the model cannot be found or a setting cannot work.
     """
+    from octavo.checkpoint.pooling import pooling_settings
     from octavo.checkpoint.resolve import eos_token_ids, resolve_checkpoint
     from octavo.config.device import detect_device
     from octavo.config.resolve import resolve
@@ -71,6 +75,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         load_format=args.load_format,
         progress=progress,
     )
+    pooling = pooling_settings(checkpoint, args.runner)
     config = resolve(
         args,
         path=checkpoint.path,
@@ -78,6 +83,8 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         hf_config=checkpoint.hf_config,
         eos_token_ids=eos_token_ids(checkpoint),
         device=device,
+        pooling=None if pooling is None else pooling.config,
+        pooling_length=None if pooling is None else pooling.max_length,
     )
     defaults = default_sampling_params(checkpoint, args)
     for warning in config.warnings:
@@ -89,9 +96,22 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
 
 
 def open_tokenizer(launch: Launch) -> Tokenizer | None:
-    """The model's tokenizer; None with skip_tokenizer_init."""
+    """The model's tokenizer; None with skip_tokenizer_init.
+
+    Raises:
+        CheckpointError: it cannot be read, or belongs to another model.
+    """
     if launch.args.skip_tokenizer_init:
         return None
     from octavo.frontend.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(launch.checkpoint, launch.args)
+    tokenizer = load_tokenizer(launch.checkpoint, launch.args)
+    model = launch.config.model
+    surplus = tokenizer.vocab_size > model.vocab_size
+    beyond = sum(token_id >= model.vocab_size for token_id in tokenizer.backend.vocab().values()) if surplus else 0
+    if beyond > MOST_SURPLUS_TOKENS:
+        raise CheckpointError(
+            f"The tokenizer has {beyond} tokens that {model.name} (vocab_size {model.vocab_size}) does not have: the two do not belong "
+            "together. Give the right one with --tokenizer."
+        )
+    return tokenizer

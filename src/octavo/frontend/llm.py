@@ -18,21 +18,34 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+
+import numpy as np
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
-from octavo.errors import InvalidRequest, NotYet
+from octavo.errors import InvalidRequest
 from octavo.frontend.beam import BeamSearch, Collector, beam_search_output
 from octavo.frontend.client import InProcessClient, Progress
 from octavo.frontend.launch import engine_args, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import BeamSearchOutput, RequestOutput
+from octavo.frontend.pooling import (
+    PoolingOutput,
+    PoolingProcessor,
+    PoolingRequestOutput,
+    PoolingState,
+    PreparedPooling,
+    ScoringOutput,
+    output_of,
+    pairs,
+    similarity,
+)
 from octavo.frontend.processor import InputProcessor, Prepared
 from octavo.frontend.progress import GenerationProgress
 from octavo.frontend.prompts import Prompt, split_prompts
 from octavo.frontend.request_state import RequestState
 from octavo.protocol.engine import EngineReady, EngineStats
-from octavo.protocol.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from octavo.protocol.params import BeamSearchParams, PoolingParams, PoolingTask, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.frontend.text.tokenizer import Tokenizer
@@ -263,19 +276,132 @@ class LLM:
         with self._lock:
             return self._open_client().reset_prefix_cache()
 
-    # ---- not yet
+    # ---- pooling
 
-    def encode(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet("encode")
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """One embedding a prompt: `outputs.embedding`.
 
-    def embed(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet("embed")
+        Args:
+            truncate_prompt_tokens: cut longer prompts to this many tokens; -1: to what the model takes.
 
-    def classify(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet("classify")
+        Raises:
+            InvalidRequest: some prompt or parameter is not acceptable, or the model makes no embeddings.
+        """
+        return self._pool(prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm)
 
-    def score(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet("score")
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What the model makes of each prompt, as an array: `outputs.data`. See `embed` for the rest.
+
+        Args:
+            pooling_task: embed, token_embed (one vector a token) or classify. None: what the model is for.
+        """
+        return self._pool(prompts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm, raw=True)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The probability of each class: `outputs.probs`. See `embed` for the rest."""
+        return self._pool(prompts, pooling_params, "classify", truncate_prompt_tokens, use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """How well two texts belong together: `outputs.score`. One text with each of many, or one by one.
+
+        A model for pairs reads both at once; with one that makes embeddings the score is the cosine between them.
+        """
+        texts = pairs(data_1, data_2)
+        with self._lock:
+            processor = self._pooling_processor()
+            processor.task("score")
+            if not processor.labels:
+                embedded = self.embed(
+                    [text for pair in texts for text in pair],
+                    pooling_params=pooling_params,
+                    truncate_prompt_tokens=truncate_prompt_tokens,
+                    use_tqdm=use_tqdm,
+                )
+                return [_cosine(*embedded[i : i + 2]) for i in range(0, len(embedded), 2)]
+            prepared = []
+            for i, (first, second) in enumerate(texts):
+                with _naming_prompt(i, len(texts)):
+                    prepared.append(
+                        processor.prepare_pair(
+                            first, second, pooling_params, str(next(self._ids)), truncate_prompt_tokens=truncate_prompt_tokens
+                        )
+                    )
+            return [output_of(state, "score") for state in self._run_pooling(prepared, use_tqdm)]
+
+    def _pool(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask | None,
+        truncate: int | None,
+        use_tqdm: bool | None,
+        *,
+        raw: bool = False,
+    ) -> list[PoolingRequestOutput]:
+        items = split_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(items)
+        if len(each) != len(items):
+            raise InvalidRequest(
+                f"There are {len(items)} prompts but {len(each)} pooling_params: give one for all, or one each.", param="pooling_params"
+            )
+        with self._lock:
+            processor = self._pooling_processor()
+            prepared = []
+            for i, (prompt, one) in enumerate(zip(items, each, strict=True)):
+                with _naming_prompt(i, len(items)):
+                    prepared.append(processor.prepare(prompt, one, str(next(self._ids)), task=task, truncate_prompt_tokens=truncate))
+            states = self._run_pooling(prepared, use_tqdm)
+        if raw:
+            return [PoolingRequestOutput(s.request_id, PoolingOutput(s.result()), s.request.prompt_token_ids) for s in states]
+        return [output_of(state, task or "embed") for state in states]
+
+    def _pooling_processor(self) -> PoolingProcessor:
+        return PoolingProcessor(self.config, self._tokenizer, self._processor, self.ready_report.embedding_size)
+
+    def _run_pooling(self, prepared: list[PreparedPooling], use_tqdm: bool | None) -> list[PoolingState]:
+        client = self._open_client()
+        with GenerationProgress(len(prepared), "Pooling", use_tqdm) as bar, _interruptible() as interrupted:
+            states = [PoolingState(one, on_finish=bar.finished) for one in prepared]
+            try:
+                for state in states:
+                    client.add(state.request, state)
+                while client.num_live and not interrupted():
+                    client.step()
+            finally:
+                client.abort_all()
+        if interrupted():
+            raise KeyboardInterrupt
+        return states
 
     # ---- life
 
@@ -318,8 +444,11 @@ def _signature() -> inspect.Signature:
 LLM.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def _not_yet(what: str) -> NoReturn:
-    raise NotYet(f"LLM.{what}: Octavo does not run pooling models (embeddings, classification, scores) yet.")
+def _cosine(first: PoolingRequestOutput, second: PoolingRequestOutput) -> PoolingRequestOutput:
+    """The score of two embeddings."""
+    vectors = [np.asarray(one.outputs.embedding, np.float32) for one in (first, second)]
+    ids = [*first.prompt_token_ids, *second.prompt_token_ids]
+    return PoolingRequestOutput(f"{first.request_id}_{second.request_id}", ScoringOutput(similarity(*vectors)), ids)
 
 
 def _final_output(state: RequestState) -> RequestOutput:

@@ -64,6 +64,7 @@ class InputProcessor:
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, max_model_len: int | None = None) -> None:
+        self._config = config
         self._model = config.model
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len or config.model.max_model_len
@@ -94,6 +95,7 @@ class InputProcessor:
             NotYet: a feature that does not exist yet.
         """
         parsed = parse_prompt(prompt)
+        check_generates(self._config)
         sampling = self.check_sampling(params)
         _check_names(request_id, priority)
         if lora_request is not None:
@@ -101,7 +103,7 @@ class InputProcessor:
         salt = _check_salt(cache_salt if cache_salt is not None else parsed.cache_salt)
         if truncate_prompt_tokens is None:
             self.check_text_length(parsed, sampling)
-        token_ids = self._token_ids(parsed, add_special_tokens)
+        token_ids = self.token_ids(parsed, add_special_tokens)
         token_ids = self._truncate(token_ids, sampling, truncate_prompt_tokens, truncation_side)
         self._check_length(token_ids, sampling)
         room = self.max_model_len - len(token_ids)
@@ -242,7 +244,12 @@ class InputProcessor:
                     sequences.append(ids)
         return sequences
 
-    def _token_ids(self, parsed: ParsedPrompt, add_special_tokens: bool) -> list[int]:
+    def token_ids(self, parsed: ParsedPrompt, add_special_tokens: bool) -> list[int]:
+        """A prompt as ids of the vocabulary.
+
+        Raises:
+            InvalidRequest: it is empty, or has other ids, or is text where there is no tokenizer.
+        """
         if parsed.token_ids is not None:
             self._check_ids("prompt", parsed.token_ids)
             token_ids = parsed.token_ids
@@ -251,6 +258,12 @@ class InputProcessor:
         else:
             assert parsed.text is not None
             token_ids = self._tokenizer.encode(parsed.text, add_special_tokens=add_special_tokens)
+            if token_ids and max(token_ids) >= self._model.vocab_size:
+                raise InvalidRequest(
+                    f"The text holds a token that the tokenizer has (id {max(token_ids)}) and the model has not "
+                    f"({self._model.vocab_size} tokens): do the two belong together?",
+                    param="prompt",
+                )
         if not token_ids:
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
         return token_ids
@@ -286,6 +299,15 @@ class InputProcessor:
             f"asked for. Shorten the prompt to at most {self.max_model_len - 1} tokens (or use truncate_prompt_tokens).",
             param="prompt",
             code="context_length_exceeded",
+        )
+
+
+def check_generates(config: EngineConfig) -> None:
+    """Raises InvalidRequest when the engine runs its model for something else than generating."""
+    if config.model.pooling is not None:
+        raise InvalidRequest(
+            f"{config.model.name} runs for pooling: it makes embeddings, classes or scores and does not generate. "
+            "If it can generate, start it with --runner generate."
         )
 
 

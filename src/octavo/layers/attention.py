@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,30 @@ class QkNorm:
     k: torch.Tensor
     """[head_dim]"""
     eps: float
+
+
+@dataclass(frozen=True)
+class WideQkNorm:
+    """The other norms of q and k: layer norms, weights for each head, or one norm over all heads (OLMo 2)."""
+
+    q: torch.Tensor
+    """[head_dim], [heads, head_dim] or [heads * head_dim]"""
+    k: torch.Tensor
+    """The same with kv_heads."""
+    eps: float
+    kind: Literal["rms", "layer"]
+    whole: bool
+    """Over all heads at once."""
+
+    def apply(self, qkv: torch.Tensor, heads: int, kv_heads: int) -> None:
+        """Norm the q and k in qkv [tokens, heads + 2 * kv_heads, head_dim], in place."""
+        for first, last, weight in ((0, heads, self.q), (heads, heads + kv_heads, self.k)):
+            part = qkv[:, first:last]
+            wide = (part.flatten(1) if self.whole else part).float()
+            if self.kind == "layer":
+                wide = wide - wide.mean(-1, keepdim=True)
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            part.copy_((wide.to(qkv.dtype) * weight).view_as(part))
 
 
 @runtime_checkable
@@ -64,7 +88,15 @@ class Attention:
     """One layer's attention."""
 
     def __init__(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, qkv: Linear, out: Linear, qk_norm: QkNorm | None, ops: Ops
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv: Linear,
+        out: Linear,
+        qk_norm: QkNorm | WideQkNorm | None,
+        ops: Ops,
     ) -> None:
         """
         Args:
@@ -91,24 +123,27 @@ class Attention:
         Returns:
             [tokens, hidden], or [wanted, hidden].
         """
-        projected = self.qkv(x)
+        projected, qk_norm = self.qkv(x), self.qk_norm
+        if isinstance(qk_norm, WideQkNorm):
+            qk_norm.apply(projected.view(x.shape[0], -1, self.head_dim), self.num_heads, self.num_kv_heads)
+            qk_norm = None
         if wanted is not None and isinstance(attend, WantedAttend) and attend.can_select:
-            return self.out(attend.attend_wanted(self.layer, projected, rotation, self.qk_norm, wanted))
+            return self.out(attend.attend_wanted(self.layer, projected, rotation, qk_norm, wanted))
         if isinstance(attend, FusedAttend):
-            attended = attend.attend_qkv(self.layer, projected, rotation, self.qk_norm)
+            attended = attend.attend_qkv(self.layer, projected, rotation, qk_norm)
         else:
-            attended = self._attend(projected, rotation, attend)
+            attended = self._attend(projected, rotation, qk_norm, attend)
         return self.out(attended if wanted is None else attended.index_select(0, wanted))
 
-    def _attend(self, projected: torch.Tensor, rotation: Rotation, attend: AttendLayer) -> torch.Tensor:
+    def _attend(self, projected: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, attend: AttendLayer) -> torch.Tensor:
         """Norm, rotation and attention one after the other. [tokens, (heads + 2 * kv_heads) * head_dim] -> [tokens, heads * head_dim]"""
         ops, heads, kv_heads, tokens = self._ops, self.num_heads, self.num_kv_heads, projected.shape[0]
         cos_sin = rotation.cos_sin
         qkv = projected.view(tokens, heads + 2 * kv_heads, self.head_dim)
-        if self.qk_norm is None:
+        if qk_norm is None:
             qk = ops.rope(qkv[:, : heads + kv_heads], cos_sin)  # one launch for q and k: they lie side by side
             q, k = qk[:, :heads], qk[:, heads:]
         else:
-            q = ops.rope(ops.rms_norm(qkv[:, :heads], self.qk_norm.q, self.qk_norm.eps), cos_sin)
-            k = ops.rope(ops.rms_norm(qkv[:, heads : heads + kv_heads], self.qk_norm.k, self.qk_norm.eps), cos_sin)
+            q = ops.rope(ops.rms_norm(qkv[:, :heads], qk_norm.q, qk_norm.eps), cos_sin)
+            k = ops.rope(ops.rms_norm(qkv[:, heads : heads + kv_heads], qk_norm.k, qk_norm.eps), cos_sin)
         return attend(self.layer, q, k, qkv[:, heads + kv_heads :]).reshape(tokens, heads * self.head_dim)

@@ -145,6 +145,17 @@ def cos_sin_table(spec: RopeSpec, max_length: int, device: torch.device) -> torc
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
 
 
+def no_rotation(rotary_dim: int, max_length: int, device: torch.device) -> torch.Tensor:
+    """The table of a layer that does not rotate: angles of zero, so that it takes the same kernels.
+
+    Returns:
+        [max_length, rotary_dim] float32: ones, then zeros.
+    """
+    table = torch.zeros(max_length, rotary_dim, device=device)
+    table[:, : rotary_dim // 2] = 1.0
+    return table
+
+
 @dataclass(frozen=True)
 class Rotation:
     """The rotations of a step's tokens. A fused kernel looks them up itself; for others `cos_sin` does it once."""

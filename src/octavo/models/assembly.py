@@ -11,39 +11,66 @@ import torch
 from octavo.attention.base import KvScales
 from octavo.errors import CheckpointError
 from octavo.models.decoder import Weights
+from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.packed import EncodedRows, LinearWeight, Panels, PanelWeight
+from octavo.ops.packed import EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight
 from octavo.ops.registry import Ops
+from octavo.weights.arrange import reordered, stacked, transposed
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
 
-_IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.attn\.bias$")
+_IGNORED = re.compile(
+    r"rotary_emb\.(\w+_)?(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.(attn|attention)\.bias$|embeddings\.position_ids$"
+)
 """Buffers that older exporters saved; they follow from the config."""
 _KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 """What a float8 KV cache was calibrated with; exporters differ in where they put it."""
-_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,5})(?=\.)")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)(0|[1-9]\d{0,5})(?=\.)")
 
 
 class Assembly:
     """The parameters of one model while they are being filled. `add` each tensor, then `finish`."""
 
-    def __init__(self, spec: ModelSpec, targets: Mapping[str, Target], ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec | EncoderSpec,
+        targets: Mapping[str, Target],
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        prefix: str = "",
+        strip: tuple[str, ...] = (),
+        ignored: str | None = None,
+    ) -> None:
+        """
+        Args:
+            prefix: what checkpoints of the model without its head leave out in front of every name.
+            strip: what some checkpoints put in front of every name.
+            ignored: regular expression of tensors that are left out where the model has no place for them.
+        """
         self._spec = spec
         self._targets = targets
+        self._prefix = prefix
+        self._strip = strip
+        self._left_out = None if ignored is None else re.compile(ignored)
         self._ops = ops
         self._dtype = dtype
-        self._device = device
-        self._parameters = {p.name: p for p in parameters(spec)}
+        self.device = device
+        listed = parameters(spec) if isinstance(spec, ModelSpec) else encoder_parameters(spec)
+        self._parameters = {p.name: p for p in listed}
         self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._parameters.items()}
         """Parameter -> parts not yet filled; the part None is the whole of a parameter without parts."""
         self._partial: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._linears: dict[str, LinearWeight] = {}
+        self._experts: dict[str, ExpertsWeight] = {}
         self._segments: dict[str, dict[int, Panels]] = {}
         """Parameter -> first row -> rows packed for a compiled decoder."""
         self._panels: dict[str, PanelWeight] = {}
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
+        self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
         self._nbytes = 0
 
     def add(self, stored: StoredTensor) -> None:
@@ -57,33 +84,45 @@ class Assembly:
         if (scale := _KV_SCALE.search(stored.name)) is not None:
             self._kv_scales.setdefault(int(scale[1]), {})[scale[2]] = self._read_scale(stored)
             return
-        found = _LAYER.search(stored.name)
-        pattern = stored.name if found is None else f"{stored.name[: found.start()]}{{i}}{stored.name[found.end() :]}"
-        target = self._targets.get(pattern)
-        if target is not None and target.parameter == "head" and self._spec.tied_embeddings:
+        pattern, numbers = _pattern(stored.name)
+        target = self._target(pattern)
+        if target is not None and target.parameter == "head" and (self._spec.tied_embeddings or not self._spec.has_head):
             return  # some exporters write the shared matrix twice
-        parameter = self._parameters.get(target.parameter.format(i=found and found[0])) if target is not None else None
-        if target is None or parameter is None:
+        parameter = self._parameters.get(target.parameter.format(**numbers)) if target is not None else None
+        part = target.part.format(**numbers) if target is not None and target.part else None
+        if parameter is None and self._left_out is not None and self._left_out.search(stored.name):
+            return
+        if target is None or parameter is None or (part is not None and part not in parameter.parts):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
                 f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
             )
-        self._fill(parameter, target.part, stored)
+        if target.transposed:
+            stored = transposed(stored)
+        if parameter.kind == "experts" and len(stored.shape) == 3:
+            stored = stacked(stored)
+        if target.order is not None and isinstance(self._spec, ModelSpec):
+            stored = reordered(stored, target.order(self._spec))
+        self._fill(parameter, part, stored)
+
+    def _target(self, pattern: str) -> Target | None:
+        stripped = (pattern.removeprefix(prefix) for prefix in self._strip)
+        return next((t for name in (pattern, self._prefix + pattern, *stripped) if (t := self._targets.get(name)) is not None), None)
 
     def _read_scale(self, stored: StoredTensor) -> torch.Tensor:
         scale = torch.empty(stored.shape, dtype=torch.float32)
         stored.copy_into(scale)
-        if scale.numel() not in (1, self._spec.num_kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
+        if scale.numel() not in (1, self._kv_heads) or not bool((scale.isfinite() & (scale > 0)).all()):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} is not a positive scale for each layer or for each of "
-                f"{self._spec.num_kv_heads} KV heads (shape {list(stored.shape)})."
+                f"{self._kv_heads} KV heads (shape {list(stored.shape)})."
             )
         return scale.reshape(-1)
 
     def _fill(self, parameter: Parameter, part: str | None, stored: StoredTensor) -> None:
         start, stop = parameter.parts[part] if part else (0, parameter.shape[0])
         shape = (stop - start, *parameter.shape[1:])
-        if stored.shape != shape:
+        if _without_ones(stored.shape) != _without_ones(shape):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {list(shape)}."
             )
@@ -93,14 +132,16 @@ class Assembly:
         if self._packs(parameter):
             self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
         else:
-            stored.copy_into(self._buffer(parameter)[start:stop])
+            stored.copy_into(self._buffer(parameter)[start:stop].view(stored.shape))
         self._missing[parameter.name] -= filled
         if not self._missing[parameter.name]:
             self._complete(parameter)
 
     def _buffer(self, parameter: Parameter) -> torch.Tensor:
         if parameter.name not in self._partial:
-            self._partial[parameter.name] = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
+            self._partial[parameter.name] = torch.empty(
+                parameter.shape, dtype=torch.float32 if parameter.kind == "exact" else self._dtype, device=self.device
+            )
         return self._partial[parameter.name]
 
     def _packs(self, parameter: Parameter) -> bool:
@@ -130,10 +171,16 @@ class Assembly:
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
             tensor += 1.0
+        if parameter.kind == "experts":
+            assert isinstance(self._spec, ModelSpec) and self._spec.moe is not None
+            packed_experts = self._ops.pack_experts(tensor.view(self._spec.moe.num_experts, -1, parameter.shape[1]))
+            self._experts[parameter.name] = packed_experts
+            self._nbytes += packed_experts.nbytes
+            return
         if parameter.kind != "linear":
             self._tensors[parameter.name] = tensor
             self._nbytes += tensor.nbytes
-        if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings):
+        if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings and self._spec.has_head):
             name = "head" if parameter.name == "embed" else parameter.name
             self._linears[name] = packed = self._ops.pack_linear(tensor)
             self._nbytes += 0 if packed.data is tensor and parameter.kind != "linear" else packed.nbytes
@@ -165,11 +212,11 @@ class Assembly:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
-        return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales())
+        return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales(), self._experts)
 
     def _complete_scales(self) -> dict[int, KvScales]:
         """Of the layers that have both; k and v have as many numbers."""
-        heads = self._spec.num_kv_heads
+        heads = self._kv_heads
         scales = {}
         for layer, found in self._kv_scales.items():
             if layer < self._spec.num_layers and found.keys() == {"k", "v"}:
@@ -180,12 +227,31 @@ class Assembly:
         return scales
 
     def _source_name(self, name: str, part: str | None) -> str:
-        found = _LAYER.search(name)
-        pattern = name if found is None else f"{name[: found.start()]}{{i}}{name[found.end() :]}"
+        """What the checkpoint should have called it."""
         for source, target in self._targets.items():
-            if target == Target(pattern, part):
-                return source.format(i=found and found[0])
+            wanted = re.escape(f"{target.parameter}|{target.part}")
+            pattern = wanted.replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
+            if (match := re.fullmatch(pattern, f"{name}|{part}")) is not None:
+                return source.format(**match.groupdict())
         return name
+
+
+def _pattern(name: str) -> tuple[str, dict[str, str]]:
+    """A tensor's name with its first two numbers replaced by {i} and {e}, and what stood there."""
+    numbers: dict[str, str] = {}
+
+    def replaced(match: re.Match[str]) -> str:
+        if len(numbers) == 2:
+            return match[0]
+        key = "e" if numbers else "i"
+        numbers[key] = match[0]
+        return f"{{{key}}}"
+
+    return _NUMBER.sub(replaced, name), numbers
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _float_rows(tensor: torch.Tensor) -> EncodedRows:

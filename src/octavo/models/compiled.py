@@ -29,6 +29,8 @@ def build_decoder(
 class CompiledDecoder:
     """Implements `Model`. Holds weights and no state between calls."""
 
+    capturable = False
+
     def __init__(
         self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, int8_activations: bool
     ) -> None:
@@ -50,6 +52,22 @@ class CompiledDecoder:
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: the kernels make float32 anyway."""
         return self._compiled.logits(hidden)
+
+
+def compilable(spec: ModelSpec) -> bool:
+    """Whether a `DecoderProgram` can say all that the spec does."""
+    plain_norms = spec.norm == "rms" and spec.qk_norm_scope == "head"
+    plain_rope = set(spec.ropes) == {spec.rope} and not spec.learned_positions
+    return (
+        plain_norms
+        and plain_rope
+        and spec.moe is None
+        and spec.latent is None
+        and not spec.attention_sinks
+        and spec.mlp.gated
+        and not spec.parallel_blocks
+        and not spec.head_bias
+    )
 
 
 def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:

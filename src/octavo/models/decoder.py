@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from octavo.attention.base import Attend, KvScales, LayerSpec
-from octavo.layers.attention import Attention, QkNorm
+from octavo.layers.attention import Attention, QkNorm, WideQkNorm
+from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import GatedMlp
-from octavo.layers.rope import Rotation, cos_sin_table
-from octavo.models.spec import ModelSpec
-from octavo.ops.packed import LinearWeight, PanelWeight
+from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
+from octavo.layers.moe import Moe
+from octavo.layers.norm import LayerNorm, Norm, RmsNorm
+from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
+from octavo.models.spec import MlpSpec, ModelSpec, MoeSpec
+from octavo.ops.packed import ExpertsWeight, LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
 
 
@@ -33,6 +36,10 @@ class Model(Protocol):
     @property
     def kv_scales(self) -> Mapping[int, KvScales]:
         """By layer, of a float8 KV cache, where the checkpoint has them."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a forward pass never waits for the device, so that it can be part of a CUDA graph."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
@@ -69,24 +76,27 @@ class Weights:
     """All of it in memory, a tied head counted again where it is packed apart from the embedding."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, of a float8 KV cache."""
+    experts: Mapping[str, ExpertsWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: Attention
-    mlp: GatedMlp
-    attention_post_norm: torch.Tensor | None
-    """[hidden]; norm of the attention block's output."""
-    mlp_norm: torch.Tensor | None
-    """[hidden]; norm in front of the MLP."""
-    mlp_post_norm: torch.Tensor | None
-    """[hidden]; norm of the MLP's output."""
-    next_norm: torch.Tensor | None
-    """[hidden]; the norm in front of what follows: the next layer's attention, or the head."""
+    attention: Attention | LatentAttention
+    mlp: Mlp
+    attention_post_norm: Norm | None
+    """Of the attention block's output."""
+    mlp_norm: Norm | None
+    """In front of the MLP."""
+    mlp_post_norm: Norm | None
+    """Of the MLP's output."""
+    next_norm: Norm | None
+    """In front of what follows: the next layer's attention, or the head."""
 
 
 class Decoder:
     """A decoder-only transformer. Holds weights and no state: the KV cache is behind `attend`."""
+
+    capturable = True
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int) -> None:
         """
@@ -94,34 +104,49 @@ class Decoder:
             max_length: the longest sequence served; positions are below it.
         """
         self.spec = spec
-        self.layer_specs = spec.layer_specs
+        self.layer_specs = _with_sinks(spec.layer_specs, weights)
         self.weights_bytes = weights.nbytes
         self.kv_scales = weights.kv_scales
         self._ops = ops
         self._embedding = weights.tensors["embed"]
-        self._head = Linear(weights.linears["head"], None, ops)
-        self._first_norm = weights.tensors.get("layers.0.attention_norm")
+        # Gemma was trained with the scale in the model's own precision.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype))
+        self._positions = weights.tensors.get("positions")
+        self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head else None
+        self._first_norm = _norm("layers.0.attention_norm", spec, weights, ops)
         self._layers = tuple(_layer(i, spec, weights, ops) for i in range(spec.num_layers))
-        self._cos_sin = cos_sin_table(spec.rope, max_length, self._embedding.device)
+        device = self._embedding.device
+        tables = {
+            rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
+            for rope in dict.fromkeys(spec.ropes)
+        }
+        self._tables = list(tables.values())
+        self._rope_of_layer = [list(tables).index(rope) for rope in spec.ropes]
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
-        ops, spec = self._ops, self.spec
-        rotation = Rotation(self._cos_sin, positions)
-        residual = ops.embedding(token_ids, self._embedding)
-        if spec.embedding_scale != 1.0:
-            residual = residual * spec.embedding_scale
-        x = residual if self._first_norm is None else ops.rms_norm(residual, self._first_norm, spec.norm_eps)
+        spec = self.spec
+        rotations = [Rotation(table, positions) for table in self._tables]
+        residual = self._ops.embedding(token_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        if self._positions is not None:
+            residual = residual + self._positions[positions]
+        x = residual if self._first_norm is None else self._first_norm(residual)
         last = self._layers[-1]
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             chosen = wanted if layer is last else None
-            x = layer.attention(x, rotation, attend, chosen)
+            attended = layer.attention(x, rotations[self._rope_of_layer[index]], attend, chosen)
             if chosen is not None:
-                residual = residual.index_select(0, chosen)
+                x, residual = x.index_select(0, chosen), residual.index_select(0, chosen)
                 if not len(chosen):
                     return residual
-            x, residual = self._join(x, residual, layer.attention_post_norm, layer.mlp_norm)
+            if spec.parallel_blocks:
+                mlp = layer.mlp(x if layer.mlp_norm is None else layer.mlp_norm(residual))
+                x, residual = self._join(attended + mlp, residual, None, layer.next_norm)
+                continue
+            x, residual = self._join(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
         return x
 
@@ -133,6 +158,7 @@ class Decoder:
     @torch.inference_mode()
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: as the head computes them, unless they are scaled or capped, which is done in float32."""
+        assert self._head is not None, "a model that pools makes no logits"
         logits = self._head(hidden)
         if self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None:
             return logits
@@ -144,35 +170,106 @@ class Decoder:
         return logits
 
     def _join(
-        self, x: torch.Tensor, residual: torch.Tensor, post_norm: torch.Tensor | None, next_norm: torch.Tensor | None
+        self, x: torch.Tensor, residual: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block's output to the residual stream; what the next block reads, and the new stream."""
-        eps = self.spec.norm_eps
         if post_norm is not None:
-            x = self._ops.rms_norm(x, post_norm, eps)
+            x = post_norm(x)
         if self.spec.residual_multiplier != 1.0:
             x = x * self.spec.residual_multiplier
         if next_norm is None:
             residual = residual + x
             return residual, residual
-        return self._ops.add_rms_norm(x, residual, next_norm, eps)
+        return next_norm.add(x, residual)
+
+
+def _norm(name: str, spec: ModelSpec, weights: Weights, ops: Ops) -> Norm | None:
+    weight = weights.tensors.get(name)
+    if weight is None:
+        return None
+    if spec.norm == "rms":
+        return RmsNorm(weight, spec.norm_eps, ops)
+    return LayerNorm(weight, weights.tensors.get(name + ".bias"), spec.norm_eps)
+
+
+def _qk_norm(prefix: str, spec: ModelSpec, weights: Weights) -> QkNorm | WideQkNorm | None:
+    q, k = weights.tensors.get(prefix + "q_norm"), weights.tensors.get(prefix + "k_norm")
+    if q is None or k is None:
+        return None
+    if spec.norm == "rms" and spec.qk_norm_scope == "head":
+        return QkNorm(q, k, spec.norm_eps)
+    return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all")
+
+
+def _with_sinks(layers: tuple[LayerSpec, ...], weights: Weights) -> tuple[LayerSpec, ...]:
+    """The layers with the sinks of the checkpoint, where it has any."""
+    sinks = (weights.tensors.get(f"layers.{i}.sinks") for i in range(len(layers)))
+    return tuple(s if t is None else replace(s, sinks=tuple(t.tolist())) for s, t in zip(layers, sinks, strict=True))
+
+
+def _attention(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> Attention | LatentAttention:
+    prefix = f"layers.{index}."
+
+    def linear(name: str) -> Linear:
+        return _linear(prefix + name, weights, ops)
+
+    if (latent := spec.latent) is None:
+        qk_norm = _qk_norm(prefix, spec, weights)
+        return Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(weights.tensors[prefix + name], spec.norm_eps, ops)
+
+    return LatentAttention(
+        index,
+        spec.num_heads,
+        linear("q_down") if latent.q_rank else None,
+        norm("q_down_norm") if latent.q_rank else None,
+        linear("q"),
+        linear("kv_down"),
+        norm("kv_norm"),
+        weights.tensors[prefix + "kv_up"],
+        linear("attention_out"),
+        nope_dim=latent.nope_dim,
+        ops=ops,
+    )
+
+
+def _linear(name: str, weights: Weights, ops: Ops) -> Linear:
+    return Linear(weights.linears[f"{name}.weight"], weights.tensors.get(f"{name}.bias"), ops)
+
+
+def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, weights: Weights, ops: Ops) -> Mlp:
+    if isinstance(mlp, MlpSpec):
+        up, down = (_linear(prefix + name, weights, ops) for name in ("gate_up", "down"))
+        return GatedMlp(up, down, mlp.activation, ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
+    return Moe(
+        _linear(prefix + "router", weights, ops),
+        weights.tensors.get(prefix + "router.correction"),
+        mlp.routing,
+        weights.experts[prefix + "experts.gate_up.weight"],
+        weights.experts[prefix + "experts.down.weight"],
+        gate_up_bias=weights.tensors.get(prefix + "experts.gate_up.bias"),
+        down_bias=weights.tensors.get(prefix + "experts.down.bias"),
+        activation=mlp.activation,
+        shared=_mlp(prefix + "shared.", MlpSpec(mlp.shared_size, mlp.activation), weights, ops) if mlp.shared_size else None,
+        shared_gate=_linear(prefix + "shared_gate", weights, ops) if mlp.shared_gate else None,
+        ops=ops,
+    )
 
 
 def _layer(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> _Layer:
-    def tensor(name: str) -> torch.Tensor | None:
-        return weights.tensors.get(f"layers.{index}.{name}")
+    prefix = f"layers.{index}."
 
-    def linear(name: str) -> Linear:
-        return Linear(weights.linears[f"layers.{index}.{name}.weight"], tensor(name + ".bias"), ops)
+    def norm(name: str) -> Norm | None:
+        return _norm(prefix + name, spec, weights, ops)
 
-    q_norm, k_norm = tensor("q_norm"), tensor("k_norm")
-    qk_norm = None if q_norm is None or k_norm is None else QkNorm(q_norm, k_norm, spec.norm_eps)
     last = index == spec.num_layers - 1
     return _Layer(
-        attention=Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops),
-        mlp=GatedMlp(linear("gate_up"), linear("down"), spec.mlp.activation, ops),
-        attention_post_norm=tensor("attention_post_norm"),
-        mlp_norm=tensor("mlp_norm"),
-        mlp_post_norm=tensor("mlp_post_norm"),
-        next_norm=weights.tensors["norm"] if last else weights.tensors.get(f"layers.{index + 1}.attention_norm"),
+        attention=_attention(index, spec, weights, ops),
+        mlp=_mlp(prefix, spec.mlp_of(index), weights, ops),
+        attention_post_norm=norm("attention_post_norm"),
+        mlp_norm=norm("mlp_norm"),
+        mlp_post_norm=norm("mlp_post_norm"),
+        next_norm=_norm("norm" if last else f"layers.{index + 1}.attention_norm", spec, weights, ops),
     )

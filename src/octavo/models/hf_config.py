@@ -77,6 +77,12 @@ class HfConfig:
             raise self.fail(key, f"a list of {count} numbers greater than 0")
         return tuple(float(v) for v in value or ())
 
+    def renamed(self, names: Mapping[str, str]) -> HfConfig:
+        """The same config with entries under further names: {theirs: usual}. Messages name the usual."""
+        return HfConfig(
+            {usual: self.values[theirs] for theirs, usual in names.items() if theirs in self.values} | dict(self.values), self.where
+        )
+
     def section(self, key: str) -> HfConfig:
         value = self.values.get(key)
         if value is None:
@@ -86,8 +92,14 @@ class HfConfig:
         return HfConfig(value, f"{self.where}: {key}")
 
 
-def rope_spec(config: HfConfig, head_dim: int, *, default_theta: float = 10000.0) -> RopeSpec:
+def rope_spec(
+    config: HfConfig, head_dim: int, *, default_theta: float = 10000.0, default_partial: float = 1.0, layer_type: str | None = None
+) -> RopeSpec:
     """Rotary embedding, from `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones, and overrides).
+
+    Args:
+        default_partial: the rotated part of a head where the config does not say.
+        layer_type: whose, where the config has one for each kind of layer.
 
     Raises:
         CheckpointError: a value missing or out of range.
@@ -95,12 +107,14 @@ def rope_spec(config: HfConfig, head_dim: int, *, default_theta: float = 10000.0
     """
     newer = config.section("rope_parameters")
     rope = config.section("rope_scaling") if config.values.get("rope_scaling") else newer
+    if layer_type is not None and isinstance(rope.values.get(layer_type), Mapping):
+        rope = newer = rope.section(layer_type)
     if any(isinstance(value, Mapping) for value in rope.values.values()):
         raise UnsupportedModel(f"{rope.where}: different rotary embeddings for different layers are not supported.")
     theta = rope.number("rope_theta", config.number("rope_theta", newer.number("rope_theta", default_theta)))
     if theta <= 1.0:
         raise CheckpointError(f"{config.where}: rope_theta must be greater than 1, got {theta}.")
-    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", default_partial))
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise CheckpointError(f"{config.where}: {rotary_dim} rotated dimensions of a head with {head_dim} are not possible.")
@@ -156,3 +170,12 @@ def _yarn_attention_factor(rope: HfConfig, factor: float) -> float:
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
         return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
     return mscale(1.0)
+
+
+def yarn_magnitude(config: HfConfig) -> float:
+    """What DeepSeek multiplies queries and keys with when YaRN stretches the context: 1.0 without."""
+    rope = config.section("rope_scaling") if config.values.get("rope_scaling") else config.section("rope_parameters")
+    if rope.text("rope_type", rope.text("type", "default")) == "default" or not rope.values.get("mscale_all_dim"):
+        return 1.0
+    factor = rope.number("factor")
+    return 1.0 if factor <= 1.0 else 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import os
@@ -18,14 +19,16 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.layers.rope import FrequencyDivisors
 from octavo.models.assembly import Assembly
-from octavo.models.compiled import build_decoder
+from octavo.models.compiled import build_decoder, compilable
 from octavo.models.decoder import Model, Weights
+from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
-from octavo.models.registry import model_spec
+from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
 from octavo.weights.gguf import open_gguf, rope_divisors
 from octavo.weights.parallel_read import ParallelReader
+from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.safetensors import open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
@@ -47,42 +50,75 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
         ConfigError: the weights do not fit into memory, or the load format does not fit the path.
     """
     model = config.model
-    gguf = _gguf(model.path, model.load_format)
-    if gguf is None:
-        spec, family = model_spec(model.hf_config, os.path.join(model.path, "config.json"))
-    else:
-        spec, family = _gguf_spec(model.hf_config, gguf)
+    if runs_through_transformers(config):
+        progress(_PHASE, 0, 1)
+        fallback = load_fallback(config, device)
+        progress(_PHASE, 1, 1)
+        return fallback
+    spec, family, gguf = read_spec(config, model.hf_config)
     dtype: torch.dtype = getattr(torch, model.dtype)
-    if dtype != torch.float32:
+    if dtype != torch.float32 or not compilable(spec):
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
     room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
     if 0 < room < needed:
-        raise ConfigError(_too_large(config, needed))
+        raise ConfigError(too_large(config, needed))
 
-    assembly = Assembly(spec, family.weights, ops, dtype, device)
+    assembly = Assembly(spec, family.weights, ops, dtype, device, prefix=family.prefix)
+    weights = fill(assembly, config, gguf, needed, progress)
+    with torch.no_grad():
+        return build_decoder(
+            spec,
+            weights,
+            ops,
+            max_length=model.max_model_len,
+            threads=config.device.threads,
+            int8_activations=config.device.int8_activations,
+        )
+
+
+def runs_through_transformers(config: EngineConfig) -> bool:
+    """Whether the model is one that only `transformers` can build, or was asked to run so."""
+    model = config.model
+    return model.implementation == "transformers" or (
+        model.implementation == "auto" and model.architecture not in supported_architectures()
+    )
+
+
+def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[ModelSpec, Family, GgufFile | None]:
+    """What the checkpoint of `config` is, and the GGUF file it comes from, if it does.
+
+    Raises:
+        UnsupportedModel, CheckpointError, ConfigError: see `load_model`.
+    """
+    gguf = _gguf(config.model.path, config.model.load_format)
+    if gguf is None:
+        return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+    return *_gguf_spec(hf_config, gguf), gguf
+
+
+def fill(assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed: int, progress: Progress) -> Weights:
+    """Read (or make up) every weight of a model.
+
+    Args:
+        needed: bytes that the weights take in memory.
+
+    Raises:
+        CheckpointError, ConfigError: see `load_model`.
+    """
     try:
         with torch.no_grad():
-            if model.load_format == "dummy":
-                weights = _fill_dummy(assembly, needed, model.seed, progress)
-            else:
-                with ParallelReader(device) if device.type != "cpu" else nullcontext() as reader:
-                    weights = _fill_stored(assembly, *_stored(model.path, gguf, reader), progress)
-            return build_decoder(
-                spec,
-                weights,
-                ops,
-                max_length=model.max_model_len,
-                threads=config.device.threads,
-                int8_activations=config.device.int8_activations,
-            )
+            if config.model.load_format == "dummy":
+                return _fill_dummy(assembly, needed, config.model.seed, progress)
+            with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
+                return _fill_stored(assembly, *_stored(config.model.path, gguf, reader), progress)
     except (torch.OutOfMemoryError, MemoryError):
-        raise ConfigError(_too_large(config, needed)) from None
+        raise ConfigError(too_large(config, needed)) from None
     except RuntimeError as e:
         if "can't allocate memory" in str(e):  # what torch's CPU allocator says
-            raise ConfigError(_too_large(config, needed)) from None
+            raise ConfigError(too_large(config, needed)) from None
         raise
 
 
@@ -109,6 +145,9 @@ def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> 
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
+    files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
+    if files:
+        return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
     return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
 
@@ -131,7 +170,12 @@ def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec,
     """The spec, corrected by what only the tensors of a GGUF file tell: a head of its own, biases, rotary divisors."""
     tied = "output.weight" not in gguf.tensors
     spec, family = model_spec({**hf_config, "tie_word_embeddings": tied}, gguf.path)
-    spec = replace(spec, qkv_bias="blk.0.attn_q.bias" in gguf.tensors, attention_out_bias="blk.0.attn_output.bias" in gguf.tensors)
+    spec = replace(
+        spec,
+        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
+        attention_out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        norm_unit_offset=False,  # converters have added it
+    )
     if (divisors := rope_divisors(gguf)) is not None:
         if len(divisors) != spec.rope.rotary_dim // 2 or not all(math.isfinite(d) and d > 0 for d in divisors):
             raise CheckpointError(f"{gguf.path}: tensor rope_freqs.weight does not hold {spec.rope.rotary_dim // 2} positive numbers.")
@@ -139,7 +183,7 @@ def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec,
     return spec, family
 
 
-def _too_large(config: EngineConfig, needed: int) -> str:
+def too_large(config: EngineConfig, needed: int) -> str:
     """What to say of weights of `needed` bytes that do not fit, and what would."""
     device, dtype = config.device, config.model.dtype
     room = device.free_bytes or device.total_bytes

@@ -6,12 +6,55 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import UnsupportedModel
-from octavo.models.families import llama, mistral, qwen2, qwen3
+from octavo.models.families import (
+    cohere,
+    deepseek,
+    falcon,
+    further,
+    gemma,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    phi,
+    qwen2,
+    qwen3,
+    stablelm,
+    starcoder2,
+)
 from octavo.models.families.base import Family
 from octavo.models.hf_config import HfConfig
 from octavo.models.spec import ModelSpec
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma.GEMMA,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    phi.PHI,
+    phi.PHI3,
+    olmo.OLMO2,
+    olmo.OLMO3,
+    granite.FAMILY,
+    starcoder2.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    falcon.FAMILY,
+    stablelm.FAMILY,
+    cohere.COHERE,
+    cohere.COHERE2,
+    *further.FAMILIES,
+    *moe.FAMILIES,
+    *deepseek.FAMILIES,
+    gpt_oss.FAMILY,
+)
 
 
 def supported_architectures() -> tuple[str, ...]:
@@ -33,6 +76,13 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
             return family
     given = ", ".join(map(str, names)) or f"none given, model_type {hf_config.get('model_type')!r}"
     raise UnsupportedModel(f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}.")
+
+
+def generating_architecture(name: str) -> str | None:
+    """The architecture with a language-model head that a bare model or a classifier is made of; None: none is known."""
+    base = name.removesuffix("ForSequenceClassification").removesuffix("Model").removesuffix("Text")
+    known = supported_architectures()
+    return next((full for full in (name, f"{base}ForCausalLM", f"{base}LMHeadModel") if full in known), None)
 
 
 def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tuple[ModelSpec, Family]:

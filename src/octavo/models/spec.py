@@ -5,22 +5,56 @@ A family file makes one from a Hugging Face config; the decoder reads nothing el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.attention.base import LayerSpec
+from octavo.layers.moe import Routing
 from octavo.layers.rope import RopeSpec
 from octavo.ops.registry import Activation
 
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated feed-forward block. A mixture of experts is another class in the same place of `ModelSpec`."""
+    """A dense feed-forward block."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
+    """down(activation(gate(x)) * up(x)); without a gate it is down(activation(up(x)))."""
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts: gated blocks of which each token passes a few."""
+
+    num_experts: int
+    intermediate_size: int
+    """Of each expert."""
+    routing: Routing
+    activation: Activation = "silu"
+    bias: bool = False
+    router_bias: bool = False
+    correction: bool = False
+    """The router has a bias for the choice alone."""
+    shared_size: int = 0
+    """Of a gated block that every token passes besides; 0: there is none."""
+    shared_gate: bool = False
+    """The shared block's output is weighted by a sigmoid of its own."""
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention; see `layers.latent_attention`."""
+
+    q_rank: int
+    """Of the query's compression; 0: there is none."""
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -38,14 +72,29 @@ class ModelSpec:
     norm_eps: float
     sliding_windows: tuple[int | None, ...]
     """One entry a layer: how many tokens a token sees, itself included; None for all."""
+    latent: LatentSpec | None = None
+    """Attention over compressed keys and values; `head_dim` is that of the queries, and `num_kv_heads` says nothing."""
+    attention_sinks: bool = False
+    """Each head has one more score, learned, that takes weight and gives nothing."""
+    moe: MoeSpec | None = None
+    moe_layers: tuple[bool, ...] = ()
+    """With `moe`: which layers have it, in place of `mlp`; empty: all."""
     tied_embeddings: bool = False
     """The head is the embedding matrix."""
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm of each head of q and k before the rotation."""
+    """A norm of q and k before the rotation, of the model's kind and without bias."""
+    qk_norm_scope: Literal["head", "heads", "all"] = "head"
+    """Over each head with one weight for all heads; over each with a weight of its own; or over all heads at once."""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms before a block reads the residual stream, after its output (before the add), or both."""
+    parallel_blocks: bool = False
+    """Attention and MLP both read the residual stream as the layer finds it (GPT-J's arrangement); norms come before only."""
+    shared_norm: bool = False
+    """With parallel blocks: one norm for both."""
     norm_unit_offset: bool = False
     """Checkpoints store norm weights minus one; the one is added at load."""
     attention_scale: float | None = None
@@ -58,15 +107,42 @@ class ModelSpec:
     """On each block's output before it joins the residual stream."""
     logit_scale: float = 1.0
     """On the logits, before the soft cap."""
+    has_head: bool = True
+    """Makes logits over the vocabulary; a model that pools does not."""
+    labels: int = 0
+    """Classes of a linear head over hidden states, instead; 0: there is none."""
+    causal: bool = True
+    """Only for models that pool: others are."""
+    head_bias: bool = False
+    learned_positions: int = 0
+    """Rows of a table of position embeddings that is added to the token's; 0 for none."""
+    layer_ropes: tuple[RopeSpec | None, ...] = ()
+    """One entry a layer where they differ, None for a layer without rotation; empty: `rope` everywhere."""
 
     @property
     def num_layers(self) -> int:
         return len(self.sliding_windows)
 
+    def mlp_of(self, layer: int) -> MlpSpec | MoeSpec:
+        """The feed-forward block of a layer."""
+        return self.moe if self.moe is not None and (not self.moe_layers or self.moe_layers[layer]) else self.mlp
+
+    def with_ropes(self, ropes: Iterable[RopeSpec | None]) -> ModelSpec:
+        """The same model with a rotation for each layer, None for none."""
+        return replace(self, layer_ropes=tuple(ropes))
+
+    @property
+    def ropes(self) -> tuple[RopeSpec | None, ...]:
+        """The rotation of each layer."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
+
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """What each layer's attention needs to know."""
+        """What each layer's attention needs to know; the sinks, which are weights, are the decoder's to add."""
         scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        if (latent := self.latent) is not None:
+            width = latent.kv_rank + latent.rope_dim
+            return (LayerSpec(self.num_heads, 1, width, scale, value_dim=latent.kv_rank),) * self.num_layers
         return tuple(
             LayerSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, window, self.attention_soft_cap)
             for window in self.sliding_windows
@@ -79,7 +155,8 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["linear", "embedding", "norm", "bias"]
+    kind: Literal["linear", "experts", "embedding", "table", "norm", "bias", "exact"]
+    """exact: kept in float32 whatever the model's dtype is."""
     parts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Part name -> rows [start, stop) of the first dimension. Empty: it has no parts."""
 
@@ -87,37 +164,118 @@ class Parameter:
 def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     """Every parameter of a model, in the order that the forward pass reads them."""
     out = [Parameter("embed", (spec.vocab_size, spec.hidden_size), "embedding")]
+    if spec.learned_positions:
+        out.append(Parameter("positions", (spec.learned_positions, spec.hidden_size), "table"))
     for layer in range(spec.num_layers):
-        out += _layer_parameters(spec, f"layers.{layer}.")
-    out.append(Parameter("norm", (spec.hidden_size,), "norm"))
-    if not spec.tied_embeddings:
+        out += _layer_parameters(spec, layer)
+    out += _norm(spec, "norm")
+    if not spec.tied_embeddings and spec.has_head:
         out.append(Parameter("head", (spec.vocab_size, spec.hidden_size), "linear"))
+    if spec.labels:
+        out.append(Parameter("classifier.weight", (spec.labels, spec.hidden_size), "linear"))
+    if spec.head_bias and spec.has_head:
+        out.append(Parameter("head.bias", (spec.vocab_size,), "bias"))
     return tuple(out)
 
 
-def _layer_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
-    hidden, inner, head_dim = spec.hidden_size, spec.mlp.intermediate_size, spec.head_dim
+def _layer_parameters(spec: ModelSpec, layer: int) -> list[Parameter]:
+    prefix, mlp = f"layers.{layer}.", spec.mlp_of(layer)
+    hidden = spec.hidden_size
+    out = [
+        *(_attention_parameters(spec, prefix) if spec.latent is None else _latent_parameters(spec, spec.latent, prefix)),
+        *(_mlp_parameters(mlp, hidden, prefix) if isinstance(mlp, MlpSpec) else _moe_parameters(mlp, hidden, prefix)),
+    ]
+    if spec.norm_placement != "post":
+        for name in ("attention_norm",) if spec.shared_norm else ("attention_norm", "mlp_norm"):
+            out += _norm(spec, prefix + name)
+    if spec.norm_placement != "pre":
+        for name in ("attention_post_norm", "mlp_post_norm"):
+            out += _norm(spec, prefix + name)
+    return out
+
+
+def _attention_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
+    hidden, head_dim = spec.hidden_size, spec.head_dim
     q_rows, kv_rows = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
     qkv = {"q": (0, q_rows), "k": (q_rows, q_rows + kv_rows), "v": (q_rows + kv_rows, q_rows + 2 * kv_rows)}
-    gate_up = {"gate": (0, inner), "up": (inner, 2 * inner)}
-
     out = [
         Parameter(prefix + "qkv.weight", (q_rows + 2 * kv_rows, hidden), "linear", qkv),
         Parameter(prefix + "attention_out.weight", (hidden, q_rows), "linear"),
-        Parameter(prefix + "gate_up.weight", (2 * inner, hidden), "linear", gate_up),
-        Parameter(prefix + "down.weight", (hidden, inner), "linear"),
     ]
     if spec.qkv_bias:
         out.append(Parameter(prefix + "qkv.bias", (q_rows + 2 * kv_rows,), "bias", qkv))
     if spec.attention_out_bias:
         out.append(Parameter(prefix + "attention_out.bias", (hidden,), "bias"))
-    if spec.mlp.bias:
-        out.append(Parameter(prefix + "gate_up.bias", (2 * inner,), "bias", gate_up))
-        out.append(Parameter(prefix + "down.bias", (hidden,), "bias"))
+    if spec.attention_sinks:
+        out.append(Parameter(prefix + "sinks", (spec.num_heads,), "exact"))
     if spec.qk_norm:
-        out += [Parameter(prefix + name, (head_dim,), "norm") for name in ("q_norm", "k_norm")]
-    if spec.norm_placement != "post":
-        out += [Parameter(prefix + name, (hidden,), "norm") for name in ("attention_norm", "mlp_norm")]
-    if spec.norm_placement != "pre":
-        out += [Parameter(prefix + name, (hidden,), "norm") for name in ("attention_post_norm", "mlp_post_norm")]
+        out += [_qk_norm(spec, prefix + name, heads) for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))]
     return out
+
+
+def _latent_parameters(spec: ModelSpec, latent: LatentSpec, prefix: str) -> list[Parameter]:
+    hidden, heads = spec.hidden_size, spec.num_heads
+    q_rows, up_rows = heads * (latent.nope_dim + latent.rope_dim), heads * (latent.nope_dim + latent.value_dim)
+    out = [
+        Parameter(prefix + "q.weight", (q_rows, latent.q_rank or hidden), "linear"),
+        Parameter(prefix + "kv_down.weight", (latent.kv_rank + latent.rope_dim, hidden), "linear"),
+        Parameter(prefix + "kv_norm", (latent.kv_rank,), "norm"),
+        Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table"),
+        Parameter(prefix + "attention_out.weight", (hidden, heads * latent.value_dim), "linear"),
+    ]
+    if latent.q_rank:
+        out.append(Parameter(prefix + "q_down.weight", (latent.q_rank, hidden), "linear"))
+        out.append(Parameter(prefix + "q_down_norm", (latent.q_rank,), "norm"))
+    return out
+
+
+def _mlp_parameters(mlp: MlpSpec, hidden: int, prefix: str) -> list[Parameter]:
+    inner = mlp.intermediate_size
+    rows, parts = (2 * inner, {"gate": (0, inner), "up": (inner, 2 * inner)}) if mlp.gated else (inner, {"up": (0, inner)})
+    out = [
+        Parameter(prefix + "gate_up.weight", (rows, hidden), "linear", parts),
+        Parameter(prefix + "down.weight", (hidden, inner), "linear"),
+    ]
+    if mlp.bias:
+        out.append(Parameter(prefix + "gate_up.bias", (rows,), "bias", parts))
+        out.append(Parameter(prefix + "down.bias", (hidden,), "bias"))
+    return out
+
+
+def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
+    inner, count = moe.intermediate_size, moe.num_experts
+    gates = {f"{e}.gate": (2 * e * inner, (2 * e + 1) * inner) for e in range(count)}
+    ups = {f"{e}.up": ((2 * e + 1) * inner, (2 * e + 2) * inner) for e in range(count)}
+    downs = {str(e): (e * hidden, (e + 1) * hidden) for e in range(count)}
+    out = [
+        Parameter(prefix + "router.weight", (count, hidden), "linear"),
+        Parameter(prefix + "experts.gate_up.weight", (count * 2 * inner, hidden), "experts", gates | ups),
+        Parameter(prefix + "experts.down.weight", (count * hidden, inner), "experts", downs),
+    ]
+    if moe.router_bias:
+        out.append(Parameter(prefix + "router.bias", (count,), "bias"))
+    if moe.correction:
+        out.append(Parameter(prefix + "router.correction", (count,), "exact"))
+    if moe.bias:
+        out.append(Parameter(prefix + "experts.gate_up.bias", (count, 2 * inner), "bias"))
+        out.append(Parameter(prefix + "experts.down.bias", (count, hidden), "bias"))
+    if moe.shared_size:
+        out += _mlp_parameters(MlpSpec(moe.shared_size, moe.activation), hidden, prefix + "shared.")
+    if moe.shared_gate:
+        out.append(Parameter(prefix + "shared_gate.weight", (1, hidden), "linear"))
+    return out
+
+
+def _qk_norm(spec: ModelSpec, name: str, heads: int) -> Parameter:
+    match spec.qk_norm_scope:
+        case "head":
+            return Parameter(name, (spec.head_dim,), "norm")
+        case "heads":
+            return Parameter(name, (heads, spec.head_dim), "norm", {str(h): (h, h + 1) for h in range(heads)})
+        case "all":
+            return Parameter(name, (heads * spec.head_dim,), "norm")
+
+
+def _norm(spec: ModelSpec, name: str) -> list[Parameter]:
+    out = [Parameter(name, (spec.hidden_size,), "norm")]
+    return [*out, Parameter(name + ".bias", (spec.hidden_size,), "bias")] if spec.norm_bias else out

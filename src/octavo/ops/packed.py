@@ -33,6 +33,27 @@ class DenseWeight:
 LinearWeight = DenseWeight
 """What `Ops.linear` takes, a layer at a time."""
 
+
+@dataclass(frozen=True)
+class ExpertsWeight:
+    """One floating-point weight an expert, of equal shapes."""
+
+    data: torch.Tensor
+    """[experts, out_features, in_features]; empty where `parts` has them."""
+    num_experts: int
+    out_features: int
+    in_features: int
+    nbytes: int
+    parts: tuple[DenseWeight, ...] = ()
+    """Each expert's own, where the device wants them so."""
+
+    @classmethod
+    def plain(cls, weight: torch.Tensor) -> ExpertsWeight:
+        """`weight` [experts, out_features, in_features] as it is."""
+        count, rows, columns = weight.shape
+        return cls(weight, count, rows, columns, weight.nbytes)
+
+
 PanelKind = Literal["f32", "f16", "bf16", "q4", "q8"]
 """q4: groups of 32 columns with a scale and a minimum; q8: groups of 32 with a scale."""
 

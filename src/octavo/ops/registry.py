@@ -13,10 +13,12 @@ from typing import Literal, Protocol
 import torch
 
 from octavo.errors import ConfigError
-from octavo.ops.packed import LinearWeight
+from octavo.ops.packed import ExpertsWeight, LinearWeight
 from octavo.ops.program import DecoderKernels
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
+"""relu2 is max(x, 0) squared (So et al. 2021); the relu kinds come without a gate. swiglu_clamped is that of gpt-oss, for experts
+only: gate * sigmoid(1.702 * gate) * (up + 1), with gate at most 7 and up within 7 of zero."""
 
 
 class RmsNorm(Protocol):
@@ -92,6 +94,41 @@ class Linear(Protocol):
         """
 
 
+class PackExperts(Protocol):
+    def __call__(self, weight: torch.Tensor) -> ExpertsWeight:
+        """Put the weights of experts into the layout that `experts` likes best. The caller drops its own reference.
+
+        Args:
+            weight: [experts, out_features, in_features]
+        """
+
+
+class Experts(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: ExpertsWeight,
+        down: ExpertsWeight,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        activation: Activation,
+    ) -> torch.Tensor:
+        """Each token through its experts' gated blocks; the weighted sum of what comes out (Shazeer et al. 2017).
+
+        Args:
+            x: [tokens, hidden]
+            chosen: [tokens, top_k] int64: experts of a token, all different.
+            weights: [tokens, top_k] float32
+            gate_up: [experts, 2 * inner, hidden]: gate, then up. down: [experts, hidden, inner].
+            gate_up_bias, down_bias: [experts, out_features]
+
+        Returns:
+            [tokens, hidden] in x's dtype.
+        """
+
+
 class Embedding(Protocol):
     def __call__(self, token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Rows of a table.
@@ -155,6 +192,8 @@ class Ops:
     pack_linear: PackLinear
     linear: Linear
     embedding: Embedding
+    pack_experts: PackExperts
+    experts: Experts
     decoder: DecoderKernels | None = None
     """Whole forward passes, where the device has them: then nothing else here is called for a float32 decoder."""
     draw: Draw | None = None

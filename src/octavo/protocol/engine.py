@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from octavo.protocol.params import SamplingParams
+from octavo.protocol.params import PoolingParams, SamplingParams
+from octavo.protocol.pooling import Pooled
 
 
 class FinishReason(enum.IntEnum):
@@ -54,6 +55,10 @@ class NewRequest(msgspec.Struct, tag="new", array_like=False, omit_defaults=True
     """Fork from a held request: share its blocks copy-on-write as far as the token ids agree."""
     hold: bool = False
     """Keep this request's blocks after it ends, until `ReleaseHeld`, so that children can fork from it (beam search)."""
+    pooling: PoolingParams | None = None
+    """The prompt is to be pooled, by an engine that does that and nothing else; `sampling` then says nothing."""
+    second_from: int = 0
+    """Pooling: first token of the second text of a pair; 0: there is only one text."""
 
 
 class Vocabulary(msgspec.Struct, tag="vocabulary"):
@@ -126,6 +131,8 @@ class TokenDelta(msgspec.Struct, array_like=True, gc=False):
     """Set with finish_reason ERROR: one sentence for the user."""
     times: RequestTimes | None = None
     """Set on the first delta, and again, complete, on the last."""
+    pooled: Pooled | None = None
+    """What a pooling request asked for, on its only delta."""
 
 
 class RequestTimes(msgspec.Struct, array_like=True, gc=False):
@@ -208,6 +215,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     attention: str
     phases: list[Phase]
     warnings: list[str] = []
+    embedding_size: int = 0
+    """Numbers in an embedding; 0 for an engine that makes none."""
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):

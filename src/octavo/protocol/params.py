@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -289,9 +289,31 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
             raise InvalidRequest(f"length_penalty must be in {allowed}, got {self.length_penalty}.", param="length_penalty")
 
 
+PoolingTask = Literal["embed", "token_embed", "classify", "score"]
+POOLING_TASKS: tuple[PoolingTask, ...] = ("embed", "token_embed", "classify", "score")
+
+
 class PoolingParams(msgspec.Struct, omit_defaults=True):
-    """What a pooling (embedding, classification, scoring) request may ask for."""
+    """What a pooling (embedding, classification, scoring) request may ask for.
+
+    Raises:
+        InvalidRequest: a value outside its range; `.param` names the field.
+    """
 
     dimensions: int | None = None
+    """Keep this many numbers of an embedding, as models trained for it allow (Kusupati et al. 2022)."""
     normalize: bool | None = None
+    """Embeddings of length 1. None: as the model's own files say."""
     task: str | None = None
+    """None: embed, or what the called method or route does."""
+    use_activation: bool | None = None
+    """Classes and scores as probabilities. None: as the model's own files say."""
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and _integer("dimensions", self.dimensions) < 1:
+            raise InvalidRequest(f"dimensions must be at least 1, got {self.dimensions}.", param="dimensions")
+        for name in ("normalize", "use_activation"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
+        if self.task is not None and self.task not in POOLING_TASKS:
+            raise InvalidRequest(f"task must be one of {', '.join(POOLING_TASKS)}, got {self.task!r}.", param="task")

@@ -13,11 +13,11 @@ def fill_dummy(name: str, kind: str, tensor: torch.Tensor, seed: int) -> None:
     The values depend on the seed, the name and the kind of device, not on the order of filling.
 
     Args:
-        kind: linear, embedding, norm or bias.
+        kind: of `models.spec.Parameter`.
     """
     if kind == "norm":
         tensor.fill_(1.0)
         return
     generator = torch.Generator(device=tensor.device).manual_seed((seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**63)
-    std = 0.02 if kind == "bias" else tensor.shape[-1] ** -0.5
+    std = 0.02 if kind in ("bias", "exact") else tensor.shape[-1] ** -0.5
     tensor.normal_(0.0, std, generator=generator)

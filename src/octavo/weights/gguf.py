@@ -36,6 +36,13 @@ _LAYER_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_BOTH_NORMS: Final = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Of models with norms on both sides of a block."""
 _ROPE_DIVISORS: Final = "rope_freqs.weight"
 
 
@@ -60,14 +67,17 @@ def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
         num_heads = gguf.metadata.get(f"{arch}.attention.{head_key}", gguf.metadata.get(f"{arch}.attention.head_count"))
         order = _unpermuted(tensor, num_heads if head_key else None, gguf.path)
         copier, encoded = _copier(data, tensor, order, gguf.path), _encoded(data, tensor, order)
-        yield StoredTensor(hf_name(tensor.name), tensor.shape, tensor.nbytes, gguf.path, copier, encoded)
+        yield StoredTensor(
+            hf_name(tensor.name, both_norms=arch in ("gemma2", "gemma3")), tensor.shape, tensor.nbytes, gguf.path, copier, encoded
+        )
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, *, both_norms: bool = False) -> str:
     """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; unknown names come back unchanged."""
     stem, _, kind = name.rpartition(".")
-    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)) and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{kind}"
+    layer_names = _BOTH_NORMS if both_norms else _LAYER_NAMES
+    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)) and match[2] in layer_names:
+        return f"model.layers.{match[1]}.{layer_names[match[2]]}.{kind}"
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 

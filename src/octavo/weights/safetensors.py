@@ -82,8 +82,9 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(name)
                 dtype, shape = view.get_dtype(), tuple(view.get_shape())
-                if dtype not in _BYTES:
-                    raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
+                if dtype not in _BYTES:  # refused when it is read: buffers that nobody reads may be of any dtype
+                    yield StoredTensor(name, shape, 0, path, _refuser(name, dtype, path))
+                    continue
                 nbytes = _BYTES[dtype] * torch.Size(shape).numel()
                 copy = _copier(file, name, path)
                 if reader is not None:
@@ -99,6 +100,13 @@ def _read(file: Any, name: str, path: str) -> torch.Tensor:
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: tensor {name} cannot be read: {e}") from None
     return tensor
+
+
+def _refuser(name: str, dtype: str, path: str) -> Callable[[torch.Tensor], None]:
+    def copy_into(destination: torch.Tensor) -> None:
+        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
+
+    return copy_into
 
 
 def _copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:

@@ -138,12 +138,20 @@ def cannot_allocate(config: EngineConfig, budget: Budget, size: CacheSize, bytes
 def activation_bound(spec: ModelSpec, config: EngineConfig, itemsize: int) -> int:
     """Bytes that the worst legal step may take on a CPU, from above: live tensors of a layer, gathered keys, logits, tables."""
     scheduler, length = config.scheduler, config.model.max_model_len
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    per_token = 4 * spec.hidden_size + 2 * qkv + 3 * spec.mlp.intermediate_size
-    gathered = 4 * length * spec.num_kv_heads * spec.head_dim
+    qkv = max((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layer_specs)
+    per_token = 4 * spec.hidden_size + 2 * qkv + 3 * _widest_block(spec)
+    gathered = 4 * length * max(layer.num_kv_heads * layer.head_dim for layer in spec.layer_specs)
     logits = 4 * 4 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * spec.vocab_size
     tables = SlotTables.bytes_needed(scheduler.max_num_seqs, length, config.cache.block_size)
     return (scheduler.max_num_batched_tokens * per_token + gathered) * itemsize + logits + tables + LARGEST_TILES_BYTES
+
+
+def _widest_block(spec: ModelSpec) -> int:
+    """Numbers between the matrices of a feed-forward block, for one token: of all of its experts, where it has them."""
+    if spec.moe is None:
+        return spec.mlp.intermediate_size
+    experts = spec.moe.routing.top_k * (spec.moe.intermediate_size + spec.hidden_size)
+    return max(spec.mlp.intermediate_size, experts + spec.moe.shared_size)
 
 
 def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:

@@ -201,7 +201,8 @@ class Worker:
     def _make_graphs(self, attention: AttentionBackend, shapes: Sequence[GraphShape]) -> StepGraphs | None:
         """What captures steps with this cache, nothing captured yet; None where the device or the settings rule it out."""
         config, draw = self._config, self._ops.draw
-        if config.enforce_eager or self._device.type != "cuda" or draw is None or not isinstance(attention, GraphAttention):
+        wanted = self._device.type == "cuda" and not config.enforce_eager and self._model.capturable
+        if not wanted or draw is None or not isinstance(attention, GraphAttention):
             return None
         from octavo.worker.graphs import StepGraphs
 

@@ -50,6 +50,10 @@ def layer_stacks(draw: st.DrawFn) -> tuple[LayerSpec, ...]:
             scale=draw(st.sampled_from([dim**-0.5, 0.31])),
             sliding_window=draw(st.sampled_from([None, 1, 5, 16])),
             soft_cap=draw(st.sampled_from([None, None, 2.0])),
+            value_dim=draw(st.sampled_from([None, None, dim - 1])),
+            sinks=tuple(draw(st.lists(st.floats(-2, 2), min_size=kv_heads * group, max_size=kv_heads * group)))
+            if draw(st.booleans())
+            else None,
         )
         for _ in range(draw(st.integers(1, 2)))
     )

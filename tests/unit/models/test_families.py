@@ -112,7 +112,7 @@ def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
         ({"architectures": []}, "none given"),
         ({"architectures": None, "model_type": "bert"}, "bert"),
         ({"architectures": 7}, "7"),
@@ -125,6 +125,41 @@ def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> N
 def test_what_cannot_run_is_refused_with_what_can(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         spec("LlamaForCausalLM", **changes)
+
+
+def test_layers_of_gemma3_have_rotations_of_their_own() -> None:
+    kinds = {"sliding_window": 8, "sliding_window_pattern": 3}
+    older = spec(
+        "Gemma3ForCausalLM", rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling={"rope_type": "linear", "factor": 8.0}, **kinds
+    )
+    newer = spec(
+        "Gemma3ForCausalLM",
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+        **kinds,
+    )
+    assert older.ropes == newer.ropes
+    assert [r.theta for r in newer.ropes if r is not None] == [1e4, 1e4, 1e6]
+    assert [r.scaling is None for r in newer.ropes if r is not None] == [True, True, False]
+    assert newer.sliding_windows == (8, 8, None)
+
+
+def test_gpt_neox_reads_its_older_keys() -> None:
+    rope = spec("GPTNeoXForCausalLM", rotary_pct=0.5, rotary_emb_base=500).rope
+    assert (rope.rotary_dim, rope.theta) == (4, 500)
+
+
+def test_falcon_with_alibi_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="alibi"):
+        spec("FalconForCausalLM", alibi=True)
+
+
+def test_an_activation_that_needs_no_gate_is_refused_in_a_gated_block() -> None:
+    assert spec("Starcoder2ForCausalLM", hidden_act="relu").mlp.activation == "relu"
+    with pytest.raises(UnsupportedModel, match="relu"):
+        spec("LlamaForCausalLM", hidden_act="relu")
 
 
 def test_all_four_families_are_there() -> None:

@@ -26,6 +26,7 @@ from octavo.frontend.http.routes import (
     messages,
     models,
     observe,
+    pooling,
     responses,
     tokens,
     unsupported,
@@ -57,7 +58,7 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
     )
     app.state.context = context
     context.batches = BatchService(settings, partial(post_to_app, app), busy=lambda: llm.stats().waiting > 0)
-    for area in (completions, chat, responses, messages, control, files, batches, models, tokens, health, observe, unsupported):
+    for area in (completions, chat, responses, messages, control, files, batches, pooling, models, tokens, health, observe, unsupported):
         app.include_router(area.router)
     if not settings.disable_dashboard:
         app.include_router(observe.dashboard_router)

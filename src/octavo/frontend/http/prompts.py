@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LONG_TEXT = 20_000
 """Characters from which on tokenising moves to a thread, so that it does not hold up every other stream."""
 
-_FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 @dataclass(frozen=True)
@@ -27,30 +27,30 @@ class EncodedPrompt:
     text: str | None
 
 
-def split_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a completions request.
+def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
+    """The prompts in the field `param` of a request.
 
     Raises:
         InvalidRequest: none, or not one of the four forms.
     """
     if prompt is None:
-        raise InvalidRequest("prompt is missing.", param="prompt")
+        raise InvalidRequest(f"{param} is missing.", param=param)
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        raise InvalidRequest(f"{_FORMS}; got {short_repr(prompt)}.", param="prompt")
+        raise InvalidRequest(f"{param} {_FORMS}; got {short_repr(prompt)}.", param=param)
     if not prompt:
-        raise InvalidRequest("prompt must not be empty: the list has no prompts and no tokens.", param="prompt")
+        raise InvalidRequest(f"{param} must not be empty: the list has no prompts and no tokens.", param=param)
     if _is_token_id(prompt[0]):
-        return [_token_ids(prompt)]
+        return [_token_ids(prompt, param)]
     prompts: list[str | list[int]] = []
     for item in prompt:
         if isinstance(item, list):
-            prompts.append(_token_ids(item))
+            prompts.append(_token_ids(item, param))
         elif isinstance(item, str):
             prompts.append(item)
         else:
-            raise InvalidRequest(f"{_FORMS}; got {short_repr(item)} in the list.", param="prompt")
+            raise InvalidRequest(f"{param} {_FORMS}; got {short_repr(item)} in the list.", param=param)
     return prompts
 
 
@@ -58,10 +58,10 @@ def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _token_ids(values: list[Any]) -> list[int]:
+def _token_ids(values: list[Any], param: str) -> list[int]:
     for value in values:
         if not _is_token_id(value):
-            raise InvalidRequest(f"{_FORMS}; got {short_repr(value)} among token ids.", param="prompt")
+            raise InvalidRequest(f"{param} {_FORMS}; got {short_repr(value)} among token ids.", param=param)
     return values
 
 

@@ -140,6 +140,51 @@ class TokenizeRequest(Schema):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class PooledRequest(Schema):
+    """What the pooling routes share."""
+
+    model: str | None = None
+    user: str | None = None
+    request_id: str | None = None
+    priority: Int32 | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+
+
+_INPUT = "A string, a list of strings, a list of token ids, or a list of such lists."
+
+
+class EmbeddingRequest(PooledRequest):
+    input: Any = Field(None, description=_INPUT)
+    encoding_format: str | None = Field(None, description="float or base64 (float32, little-endian).")
+    dimensions: Int32 | None = None
+    normalize: bool | None = None
+
+
+class PoolingRequest(EmbeddingRequest):
+    task: str | None = Field(None, description="embed, token_embed or classify. Default: what the model is for.")
+
+
+class ClassifyRequest(PooledRequest):
+    input: Any = Field(None, description=_INPUT)
+
+
+class ScoreRequest(PooledRequest):
+    """One text with each of many, or one by one."""
+
+    text_1: str | Strings | None = None
+    text_2: str | Strings | None = None
+    queries: str | Strings | None = None
+    documents: str | Strings | None = None
+
+
+class RerankRequest(PooledRequest):
+    query: str
+    documents: Items
+    top_n: Int32 | None = None
+
+
 class DetokenizeRequest(Schema):
     model: str | None = None
     tokens: Ints

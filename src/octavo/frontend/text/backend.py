@@ -28,6 +28,10 @@ class TokenBackend(Protocol):
         """Ids of `text`, special tokens in it recognised, none added."""
         ...
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Ids of two texts as one, with the special tokens around and between them; and 1 for each that belongs to the second."""
+        ...
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
 
     def token(self, token_id: int) -> str | None:
@@ -57,6 +61,13 @@ class FastBackend:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer.encode(first, second, add_special_tokens=True)
+        types = encoded.type_ids
+        if not any(types):  # the tokenizer does not number its texts, but knows which is which
+            types = [int(sequence == 1) for sequence in encoded.sequence_ids]
+        return encoded.ids, types
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -94,6 +105,10 @@ class SlowBackend:
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer(first, second, return_token_type_ids=True)
+        return list(encoded["input_ids"]), list(encoded["token_type_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
         known = [i for i in ids if 0 <= i < self._size]

@@ -76,6 +76,27 @@ class Tokenizer:
             ids = ids + self.suffix
         return ids
 
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], int]:
+        """Ids of two texts as a model that scores pairs wants them, and where the second begins.
+
+        Args:
+            limit: cut to this many tokens, from the end of the second text; the special tokens behind it stay.
+
+        Raises:
+            InvalidRequest: the limit leaves nothing of the second text.
+        """
+        ids, types = self.backend.encode_pair(first, second)
+        begin = types.index(1) if 1 in types else len(ids)
+        if limit is None or len(ids) <= limit:
+            return ids, begin
+        behind = next((n for n, token in enumerate(reversed(ids)) if token not in self.special_ids), 0)
+        if limit - behind <= begin:
+            raise InvalidRequest(
+                f"The first text alone has {begin} tokens, which leaves no room for the second within {limit}. Shorten it.",
+                param="truncate_prompt_tokens",
+            )
+        return ids[: limit - behind] + ids[len(ids) - behind :], begin
+
     def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a rendered chat template: what the template wrote, nothing added unless asked, never BOS twice."""
         return self.encode(text, add_special_tokens=add_special_tokens)

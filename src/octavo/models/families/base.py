@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.models.hf_config import HfConfig, rope_spec
 from octavo.models.spec import MlpSpec, ModelSpec
 from octavo.ops.registry import Activation
+
+RowOrder = Callable[[ModelSpec], npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -19,17 +24,25 @@ class Target:
     parameter: str
     """Name of the parameter; `{i}` is the layer."""
     part: str | None = None
-    """Which part of it; None: the whole."""
+    """Which part of it; None: the whole. `{e}` is the second number in the tensor's name (an expert, a head)."""
+    order: RowOrder | None = None
+    """Which stored row each row is, where the checkpoint has them otherwise."""
+    transposed: bool = False
+    """Stored as [in_features, out_features]."""
 
 
 @dataclass(frozen=True)
 class Family:
     name: str
+    title: str
+    """What people call the models of this family, for the table of supported ones."""
     architectures: tuple[str, ...]
     """As `architectures` in config.json has them."""
     spec: Callable[[HfConfig], ModelSpec]
     weights: Mapping[str, Target]
-    """Checkpoint tensor name -> target; `{i}` is the layer."""
+    """Checkpoint tensor name -> target; `{i}` is the layer, `{e}` a second number."""
+    prefix: str = "model."
+    """What checkpoints of the bare model, without its head, leave out in front of every name."""
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -38,7 +51,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
 }
+UNGATED_ONLY: frozenset[Activation] = frozenset({"relu", "relu2"})
 
 DECODER_WEIGHTS: Mapping[str, Target] = {
     "model.embed_tokens.weight": Target("embed"),
@@ -90,12 +107,9 @@ def decoder_spec(
         raise CheckpointError(f"{config.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     hidden = config.integer("hidden_size")
     head_dim = head_dim or config.integer("head_dim", hidden // heads or None)
-    activation = config.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"{config.where}: hidden_act {activation!r} is not supported. Supported: {', '.join(ACTIVATIONS)}.")
     fields: dict[str, Any] = {
-        "mlp": MlpSpec(config.integer("intermediate_size"), ACTIVATIONS[activation], mlp_bias),
-        "rope": rope_spec(config, head_dim),
+        "mlp": differences.get("mlp") or MlpSpec(config.integer("intermediate_size"), activation_of(config), mlp_bias),
+        "rope": differences.get("rope") or rope_spec(config, head_dim),
         "norm_eps": config.number("rms_norm_eps", 1e-6),
         "sliding_windows": (None,) * config.integer("num_hidden_layers"),
         "tied_embeddings": config.flag("tie_word_embeddings"),
@@ -111,16 +125,61 @@ def decoder_spec(
     )
 
 
+def activation_of(config: HfConfig, key: str = "hidden_act", default: str = "silu", *, gated: bool = True) -> Activation:
+    """The activation that a config names.
+
+    Raises:
+        UnsupportedModel: it is not known, or not in a gated block.
+    """
+    name = config.text(key, default)
+    allowed = [known for known, ours in ACTIVATIONS.items() if not gated or ours not in UNGATED_ONLY]
+    if name not in allowed:
+        raise UnsupportedModel(f"{config.where}: {key} {name!r} is not supported. Supported: {', '.join(allowed)}.")
+    return ACTIVATIONS[name]
+
+
+def layer_windows(config: HfConfig, window: int | None, default: Callable[[int], bool] = lambda layer: True) -> tuple[int | None, ...]:
+    """The window of each layer: `layer_types` says which layers have one, else `default` does.
+
+    Raises:
+        CheckpointError: `layer_types` is not one known kind a layer.
+    """
+    layers = config.integer("num_hidden_layers")
+    kinds = config.values.get("layer_types")
+    if kinds is None:
+        return tuple(window if default(i) else None for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise config.fail("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def paired_halves(heads: int, head_dim: int, rotary_dim: int | None = None) -> npt.NDArray[np.int64]:
+    """Row order for q or k of a model that rotates neighbours (2i, 2i + 1): ours rotates (i, i + rotary_dim / 2).
+
+    A rotation of other pairs is the same rotation with the rows of q and k in another order; scores do not change.
+    """
+    rotary_dim = rotary_dim or head_dim
+    head = np.concatenate((np.arange(0, rotary_dim, 2), np.arange(1, rotary_dim, 2), np.arange(rotary_dim, head_dim)))
+    return (np.arange(heads)[:, None] * head_dim + head).reshape(-1)
+
+
+def grouped_qkv(spec: ModelSpec) -> npt.NDArray[np.int64]:
+    """Row order for a fused qkv that stores the query heads of a group, then their k, then their v, group after group."""
+    group, head_dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    stored = np.arange(spec.num_kv_heads * (group + 2) * head_dim).reshape(spec.num_kv_heads, group + 2, head_dim)
+    return np.concatenate([stored[:, part].reshape(-1) for part in (slice(0, group), group, group + 1)])
+
+
+def biases(names: Mapping[str, Target]) -> dict[str, Target]:
+    """The same names with the biases of layer norms: each norm's `.weight` has a `.bias` beside it."""
+    norms = {n: t for n, t in names.items() if n.endswith(".weight") and t.parameter.rpartition(".")[2].endswith("norm")}
+    return {**names, **{n.removesuffix("weight") + "bias": replace(t, parameter=t.parameter + ".bias") for n, t in norms.items()}}
+
+
 def windows_of_upper_layers(config: HfConfig) -> tuple[int | None, ...]:
     """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on slide. `layer_types` wins where it is given."""
     layers = config.integer("num_hidden_layers")
     if not config.flag("use_sliding_window") or not config.has("sliding_window"):
         return (None,) * layers
-    window = config.integer("sliding_window")
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        first = config.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.fail("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = config.integer("max_window_layers", 28, minimum=0)
+    return layer_windows(config, config.integer("sliding_window"), lambda layer: layer >= first)

@@ -14,6 +14,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 
 FAMILY = Family(
     name="llama",
+    title="Llama 1 to 3.x, SmolLM2, Yi",
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
     spec=_spec,
     weights=DECODER_WEIGHTS,

@@ -21,6 +21,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 
 FAMILY = Family(
     name="mistral",
+    title="Mistral 7B and its successors",
     architectures=("MistralForCausalLM",),
     spec=_spec,
     weights=DECODER_WEIGHTS,

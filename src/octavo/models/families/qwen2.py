@@ -13,6 +13,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 
 FAMILY = Family(
     name="qwen2",
+    title="Qwen2, Qwen2.5",
     architectures=("Qwen2ForCausalLM",),
     spec=_spec,
     weights=DECODER_WEIGHTS,

@@ -24,6 +24,7 @@ def _spec(config: HfConfig) -> ModelSpec:
 
 FAMILY = Family(
     name="qwen3",
+    title="Qwen3",
     architectures=("Qwen3ForCausalLM",),
     spec=_spec,
     weights={

@@ -9,13 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import ConfigError
-from octavo.ops.cpu import linear
+from octavo.ops.cpu import experts, linear
 from octavo.ops.program import DecoderKernels
 
 
 def overrides() -> dict[str, Any]:
     """Operation name -> implementation. Empty where this torch has no oneDNN."""
-    return {"pack_linear": linear.pack_linear, "linear": linear.linear} if linear.available() else {}
+    if not linear.available():
+        return {}
+    return {
+        "pack_linear": linear.pack_linear,
+        "linear": linear.linear,
+        "pack_experts": experts.pack_experts,
+        "experts": experts.experts,
+    }
 
 
 def decoder_kernels() -> DecoderKernels:

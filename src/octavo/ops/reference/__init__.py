@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.ops.reference.activation import gated_mul
+from octavo.ops.reference.experts import experts, pack_experts
 from octavo.ops.reference.linear import embedding, linear, pack_linear
 from octavo.ops.reference.norm import add_rms_norm, rms_norm
 from octavo.ops.reference.rope import rope
@@ -16,4 +17,6 @@ OPS = Ops(
     pack_linear=pack_linear,
     linear=linear,
     embedding=embedding,
+    pack_experts=pack_experts,
+    experts=experts,
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 def overrides() -> dict[str, Any]:
     """The operations of `ops.registry.Ops` that these kernels replace."""
+    from octavo.ops.triton.experts import experts
     from octavo.ops.triton.gated_mul import gated_mul
     from octavo.ops.triton.launch import prefer_shared_memory
     from octavo.ops.triton.linear import TritonLinear
@@ -21,6 +22,7 @@ def overrides() -> dict[str, Any]:
         "gated_mul": gated_mul,
         "pack_linear": linear.pack,
         "linear": linear.linear,
+        "experts": experts,
         "draw": draw_tokens,
     }
 

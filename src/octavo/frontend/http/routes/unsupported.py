@@ -10,14 +10,6 @@ from octavo.errors import NotYet
 router = APIRouter(include_in_schema=False)
 
 WHAT = {
-    "/v1/embeddings": "Embeddings",
-    "/v1/rerank": "Reranking",
-    "/v2/rerank": "Reranking",
-    "/rerank": "Reranking",
-    "/v1/score": "Scoring of pairs",
-    "/score": "Scoring of pairs",
-    "/pooling": "Pooling",
-    "/classify": "Classification",
     "/v1/audio/transcriptions": "Audio",
     "/v1/audio/translations": "Audio",
     "/v1/audio/speech": "Audio",

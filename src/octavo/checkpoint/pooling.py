@@ -1,0 +1,163 @@
+"""How a checkpoint pools: read from sentence-transformers' files beside the weights, else from the architecture."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from octavo.checkpoint.local import read_json_object
+from octavo.checkpoint.types import Checkpoint
+from octavo.config.types import DenseLayer, PoolingConfig
+from octavo.errors import CheckpointError, UnsupportedModel
+
+_ENCODERS: Final = re.compile(r"(Bert|Roberta|XLMRoberta|Camembert|DistilBert|Electra)(Model|ForMaskedLM|ForSequenceClassification)")
+_CLASSIFIER: Final = "ForSequenceClassification"
+_KINDS: Final[dict[str, Literal["cls", "mean", "last", "max", "mean_sqrt"]]] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt",
+    "pooling_mode_lasttoken": "last",
+}
+_MODES: Final = {"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean_sqrt", "lasttoken": "last"}
+_ACTIVATIONS: Final[dict[str, Literal["tanh", "identity", "relu", "gelu", "silu"]]] = {
+    "Tanh": "tanh",
+    "Identity": "identity",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+
+
+@dataclass(frozen=True)
+class PoolingSettings:
+    config: PoolingConfig
+    max_length: int | None
+    """The longest prompt, in tokens, where the files say so."""
+
+
+def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | None:
+    """How the model pools; None when it is to generate.
+
+    Args:
+        runner: auto, generate or pooling; see `EngineArgs`.
+
+    Raises:
+        CheckpointError: a file beside the weights is damaged.
+        UnsupportedModel: it asks for a module or a pooling that is not known, or an encoder is asked to generate.
+    """
+    config, architecture = checkpoint.hf_config, str(checkpoint.hf_config["architectures"][0])
+    encoder = _ENCODERS.fullmatch(architecture) is not None
+    if runner == "generate":
+        if encoder:
+            raise UnsupportedModel(f"A {architecture} cannot generate: it is an encoder. Leave --runner out, or use pooling.")
+        return None
+    modules = _modules(checkpoint.folder) if checkpoint.format != "gguf" else None
+    bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    if runner == "auto" and not (encoder or modules or bare or architecture.endswith(_CLASSIFIER)):
+        return None
+    if architecture.endswith(_CLASSIFIER):
+        return PoolingSettings(_classifier(config, encoder), _positions(config, encoder))
+    if modules is None:
+        kind: Literal["mean", "last"] = "mean" if encoder else "last"
+        return PoolingSettings(PoolingConfig(kind, normalize=True), _positions(config, encoder))
+    return _sentence_transformer(checkpoint.folder, modules, _positions(config, encoder))
+
+
+def _modules(folder: Path) -> list[Any] | None:
+    """The entries of sentence-transformers' modules.json."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return None
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} is not valid JSON: {e}.") from None
+    if not isinstance(modules, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in modules):
+        raise CheckpointError(f"{path} must hold a list of modules, each with a type.")
+    return modules
+
+
+def _sentence_transformer(folder: Path, modules: list[Any], positions: int | None) -> PoolingSettings:
+    kind: Any = "mean"
+    normalize, dense = False, []
+    for module in modules:
+        name = module["type"].rpartition(".")[2]
+        where = _inside(folder, str(module.get("path", "")))
+        if name == "Pooling":
+            kind = _pooling_kind(where / "config.json")
+        elif name == "Normalize":
+            normalize = True
+        elif name == "Dense":
+            dense.append(_dense(where))
+        elif name != "Transformer":
+            raise UnsupportedModel(f"{folder / 'modules.json'}: the module {name} is not supported. Supported: Pooling, Dense, Normalize.")
+    sizes = read_json_object(folder / "sentence_bert_config.json") if (folder / "sentence_bert_config.json").is_file() else {}
+    length = sizes.get("max_seq_length")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise CheckpointError(f"{folder / 'sentence_bert_config.json'}: max_seq_length must be a whole number from 1, got {length!r}.")
+    lengths = [n for n in (length, positions) if n is not None]
+    return PoolingSettings(PoolingConfig(kind, normalize, tuple(dense)), min(lengths, default=None))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{folder / 'modules.json'} names {name!r}; only folders inside the model's are allowed.")
+    return path
+
+
+def _pooling_kind(path: Path) -> str:
+    config = read_json_object(path)
+    if (mode := config.get("pooling_mode")) is not None:
+        if mode not in _MODES:
+            raise UnsupportedModel(f"{path}: pooling_mode {mode!r} is not supported. Supported: {', '.join(_MODES)}.")
+        return _MODES[mode]
+    chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    if len(chosen) != 1 or chosen[0] not in _KINDS:
+        raise UnsupportedModel(f"{path} must choose exactly one of {', '.join(_KINDS)}; it chooses {', '.join(chosen) or 'none'}.")
+    return _KINDS[chosen[0]]
+
+
+def _dense(folder: Path) -> DenseLayer:
+    activation = str(read_json_object(folder / "config.json").get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = activation.rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(f"{folder / 'config.json'}: activation {name} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no model.safetensors for its Dense layer.")
+    return DenseLayer(str(file), _ACTIVATIONS[name])
+
+
+def _classifier(config: Mapping[str, Any], encoder: bool) -> PoolingConfig:
+    labels = config.get("id2label")
+    if isinstance(labels, Mapping) and labels:
+        names = tuple(str(label) for _, label in sorted(labels.items(), key=lambda item: int(item[0]) if str(item[0]).isdigit() else 0))
+    else:
+        count = config.get("num_labels", 2)
+        names = tuple(f"LABEL_{i}" for i in range(count if isinstance(count, int) and count > 0 else 2))
+    own = config.get("sentence_transformers")
+    given = own.get("activation_fn") if isinstance(own, Mapping) else config.get("sbert_ce_default_activation_function")
+    kind: Literal["softmax", "sigmoid", "identity"]
+    if isinstance(given, str) and given.endswith(("Identity", "Sigmoid")):
+        kind = "identity" if given.endswith("Identity") else "sigmoid"
+    elif config.get("problem_type") == "regression":
+        kind = "identity"
+    else:
+        kind = "sigmoid" if len(names) == 1 or config.get("problem_type") == "multi_label_classification" else "softmax"
+    return PoolingConfig("cls" if encoder else "last", normalize=False, labels=names, activation=kind)
+
+
+def _positions(config: Mapping[str, Any], encoder: bool) -> int | None:
+    """What an encoder's table of positions holds; RoBERTa's begins behind the padding token's."""
+    positions = config.get("max_position_embeddings")
+    if not encoder or isinstance(positions, bool) or not isinstance(positions, int):
+        return None
+    padding = config.get("pad_token_id")
+    shifted = "oberta" in str(config["architectures"][0]) or "Camembert" in str(config["architectures"][0])
+    return positions - (int(padding if isinstance(padding, int) else 1) + 1) if shifted else positions

@@ -1,0 +1,114 @@
+"""DeepSeek-V2 and V3 (and R1): latent attention, the first layers dense, then experts beside shared ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.errors import UnsupportedModel
+from octavo.models.families.base import DECODER_WEIGHTS, Family, Target, decoder_spec, paired_halves
+from octavo.models.families.moe import expert_weights, moe_spec, shared_weights
+from octavo.models.hf_config import HfConfig, rope_spec, yarn_magnitude
+from octavo.models.spec import LatentSpec, ModelSpec
+
+_LAYER = "model.layers.{i}."
+
+
+def _spec(config: HfConfig, architecture: str) -> ModelSpec:
+    if config.flag("attention_bias"):
+        raise UnsupportedModel(f"{config.where}: attention_bias is not supported with latent attention.")
+    newer = architecture == "DeepseekV3ForCausalLM"
+    latent = LatentSpec(
+        q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else 0,
+        kv_rank=config.integer("kv_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        value_dim=config.integer("v_head_dim"),
+    )
+    layers, head_dim = config.integer("num_hidden_layers"), latent.nope_dim + latent.rope_dim
+    first, every = config.integer("first_k_dense_replace", 0, minimum=0), config.integer("moe_layer_freq", 1)
+    size = config.integer("moe_intermediate_size")
+    moe = moe_spec(
+        config,
+        "n_routed_experts",
+        "moe_intermediate_size",
+        routing=_v3_routing(config) if newer else _v2_routing(config),
+        correction=newer,
+        shared_size=size * config.integer("n_shared_experts") if config.has("n_shared_experts") else 0,
+    )
+    return decoder_spec(
+        config,
+        architecture,
+        head_dim=head_dim,
+        rope=rope_spec(HfConfig({**config.values, "head_dim": latent.rope_dim}, config.where), latent.rope_dim),
+        latent=latent,
+        attention_scale=head_dim**-0.5 * yarn_magnitude(config) ** 2,
+        moe=moe,
+        moe_layers=tuple(i >= first and i % every == 0 for i in range(layers)),
+    )
+
+
+def _v2_routing(config: HfConfig) -> dict[str, object]:
+    method = config.text("topk_method", "greedy")
+    routing: dict[str, object] = {"scale": config.number("routed_scaling_factor", 1.0)}
+    if method == "group_limited_greedy":
+        routing |= {"groups": config.integer("n_group"), "top_groups": config.integer("topk_group")}
+    elif method != "greedy":
+        raise UnsupportedModel(f"{config.where}: topk_method {method!r} is not supported. Supported: greedy, group_limited_greedy.")
+    return routing
+
+
+def _v3_routing(config: HfConfig) -> dict[str, object]:
+    return {
+        "scoring": "sigmoid",
+        "normalize": config.flag("norm_topk_prob", True),
+        "scale": config.number("routed_scaling_factor", 2.5),
+        "groups": config.integer("n_group", 8),
+        "top_groups": config.integer("topk_group", 4),
+        "group_score": "best_two",
+    }
+
+
+def _q_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
+    """Of each head, the rows that rotate are stored as neighbouring pairs."""
+    assert spec.latent is not None
+    nope, width = spec.latent.nope_dim, spec.head_dim
+    head = np.concatenate((np.arange(nope), nope + paired_halves(1, spec.latent.rope_dim)))
+    return (np.arange(spec.num_heads)[:, None] * width + head).reshape(-1)
+
+
+def _kv_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
+    assert spec.latent is not None
+    return np.concatenate((np.arange(spec.latent.kv_rank), spec.latent.kv_rank + paired_halves(1, spec.latent.rope_dim)))
+
+
+_WEIGHTS = {
+    **DECODER_WEIGHTS,
+    f"{_LAYER}self_attn.q_proj.weight": Target("layers.{i}.q.weight", order=_q_order),
+    f"{_LAYER}self_attn.q_a_proj.weight": Target("layers.{i}.q_down.weight"),
+    f"{_LAYER}self_attn.q_a_layernorm.weight": Target("layers.{i}.q_down_norm"),
+    f"{_LAYER}self_attn.q_b_proj.weight": Target("layers.{i}.q.weight", order=_q_order),
+    f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight": Target("layers.{i}.kv_down.weight", order=_kv_order),
+    f"{_LAYER}self_attn.kv_a_layernorm.weight": Target("layers.{i}.kv_norm"),
+    f"{_LAYER}self_attn.kv_b_proj.weight": Target("layers.{i}.kv_up"),
+    **expert_weights("mlp"),
+    **shared_weights("shared_experts"),
+    f"{_LAYER}mlp.gate.e_score_correction_bias": Target("layers.{i}.router.correction"),
+}
+
+FAMILIES = (
+    Family(
+        name="deepseek_v2",
+        title="DeepSeek-V2",
+        architectures=("DeepseekV2ForCausalLM",),
+        spec=lambda config: _spec(config, "DeepseekV2ForCausalLM"),
+        weights=_WEIGHTS,
+    ),
+    Family(
+        name="deepseek_v3",
+        title="DeepSeek-V3, R1 (16-bit weights)",
+        architectures=("DeepseekV3ForCausalLM",),
+        spec=lambda config: _spec(config, "DeepseekV3ForCausalLM"),
+        weights=_WEIGHTS,
+    ),
+)

@@ -1,0 +1,72 @@
+"""Falcon: parallel blocks; one key/value head (7B), groups of heads with two norms a layer (40B, 11B), or one a query head (RW)."""
+
+from __future__ import annotations
+
+from octavo.errors import UnsupportedModel
+from octavo.models.families.base import Family, Target, activation_of, decoder_spec, grouped_qkv
+from octavo.models.hf_config import HfConfig
+from octavo.models.spec import MlpSpec, ModelSpec
+
+
+def _spec(config: HfConfig) -> ModelSpec:
+    if config.flag("alibi"):
+        raise UnsupportedModel(f"{config.where}: Falcon models with alibi positions are not supported.")
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    newer, bias = config.flag("new_decoder_architecture"), config.flag("bias")
+    if newer:
+        kv_heads = config.integer("num_kv_heads", heads)
+    else:
+        kv_heads = 1 if config.flag("multi_query", True) else heads
+    parallel = newer or config.flag("parallel_attn", True)
+    two_norms = newer and config.integer("num_ln_in_parallel_attn", 2) == 2
+    activation = activation_of(config, "activation", "gelu", gated=False)
+    return decoder_spec(
+        config,
+        "FalconForCausalLM",
+        num_kv_heads=kv_heads,
+        mlp=MlpSpec(config.integer("ffn_hidden_size", 4 * hidden), activation, bias, gated=False),
+        norm="layer",
+        norm_bias=True,
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        parallel_blocks=parallel,
+        shared_norm=parallel and not two_norms,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+_LAYER = "transformer.h.{i}."
+FAMILY = Family(
+    name="falcon",
+    title="Falcon (but those with alibi)",
+    architectures=("FalconForCausalLM",),
+    spec=_spec,
+    weights={
+        "transformer.word_embeddings.weight": Target("embed"),
+        "transformer.ln_f.weight": Target("norm"),
+        "transformer.ln_f.bias": Target("norm.bias"),
+        "lm_head.weight": Target("head"),
+        **{
+            f"{_LAYER}{source}.{kind}": Target(f"layers.{{i}}.{parameter}{suffix}")
+            for source, parameter in (
+                ("input_layernorm", "attention_norm"),
+                ("post_attention_layernorm", "mlp_norm"),
+                ("ln_attn", "attention_norm"),
+                ("ln_mlp", "mlp_norm"),
+            )
+            for kind, suffix in (("weight", ""), ("bias", ".bias"))
+        },
+        **{
+            f"{_LAYER}{source}.{kind}": Target(f"layers.{{i}}.{parameter}.{kind}", part, grouped_qkv if parameter == "qkv" else None)
+            for kind in ("weight", "bias")
+            for source, parameter, part in (
+                ("self_attention.query_key_value", "qkv", None),
+                ("self_attention.dense", "attention_out", None),
+                ("mlp.dense_h_to_4h", "gate_up", "up"),
+                ("mlp.dense_4h_to_h", "down", None),
+            )
+        },
+    },
+    prefix="transformer.",
+)

@@ -1,0 +1,209 @@
+"""Models that pool: from the hidden states of whole prompts to one vector each (or one a token), and how they are loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from octavo.attention.prompt import PromptAttention
+from octavo.config.types import DenseLayer, EngineConfig, PoolingConfig
+from octavo.errors import CheckpointError, ConfigError
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import activate
+from octavo.models.assembly import Assembly
+from octavo.models.decoder import Decoder
+from octavo.models.encoder import Encoder
+from octavo.models.encoder_spec import ENCODERS, encoder_parameters, encoder_spec
+from octavo.models.families.base import Target
+from octavo.models.loader import Progress, fill, read_spec, too_large
+from octavo.models.registry import family_for, generating_architecture
+from octavo.models.spec import Parameter, parameters
+from octavo.ops.registry import Ops
+from octavo.protocol.pooling import Pooled, PoolRow
+from octavo.weights.safetensors import open_safetensors
+
+_UNUSED = r"^score\.|(^|\.)rotary_emb\."
+"""What a decoder that pools can leave out."""
+
+
+class PoolingModel:
+    """An encoder or a decoder, and what becomes of its hidden states. Holds weights and no state.
+
+    Args:
+        dense: weight, bias and activation of the layers behind the pooling.
+        classifier: of a decoder with a classification head; an encoder brings its own.
+    """
+
+    def __init__(
+        self,
+        model: Encoder | Decoder,
+        pooling: PoolingConfig,
+        *,
+        causal: bool,
+        dense: Sequence[tuple[torch.Tensor, torch.Tensor | None, str]] = (),
+        classifier: Linear | None = None,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._pooling = pooling
+        self._causal = causal
+        self._dense = tuple(dense)
+        self._classifier = classifier
+        self._device = device
+        self.vocab_size = model.spec.vocab_size
+        self.weights_bytes = model.weights_bytes
+        hidden = model.spec.hidden_size
+        self.embedding_size = 0 if pooling.labels else self._dense[-1][0].shape[0] if self._dense else hidden
+
+    @torch.inference_mode()
+    def pool(self, rows: Sequence[PoolRow]) -> list[Pooled]:
+        """What each row asked for. The rows are computed together, padded to the longest."""
+        lengths = [len(row.token_ids) for row in rows]
+        hidden = self._hidden(rows, lengths)
+        parts = torch.split(hidden, lengths)
+        if self._pooling.labels:
+            logits = self._classify(torch.stack([self._one(part) for part in parts])).float()
+            return _to_host([self._activated(one, row) for one, row in zip(logits, rows, strict=True)])
+        tokens = [row.params.task == "token_embed" for row in rows]
+        vectors: list[torch.Tensor] = [part if whole else self._one(part) for part, whole in zip(parts, tokens, strict=True)]
+        return _to_host([self._embedding(vector, row) for vector, row in zip(vectors, rows, strict=True)])
+
+    def _hidden(self, rows: Sequence[PoolRow], lengths: list[int]) -> torch.Tensor:
+        ids = torch.tensor([i for row in rows for i in row.token_ids], device=self._device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
+        attend = PromptAttention(self._model.layer_specs, lengths, self._device, causal=self._causal)
+        if isinstance(self._model, Decoder):
+            return self._model.forward(ids, positions, attend)
+        types = None
+        if any(row.second_from for row in rows):
+            types = torch.cat([(torch.arange(n) >= (row.second_from or n)).long() for n, row in zip(lengths, rows, strict=True)])
+            types = types.to(self._device)
+        return self._model.forward(ids, positions, attend, types)
+
+    def _one(self, part: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] of one prompt -> [hidden]"""
+        match self._pooling.kind:
+            case "cls":
+                return part[0]
+            case "last":
+                return part[-1]
+            case "max":
+                return part.max(dim=0).values
+            case "mean":
+                return part.float().mean(dim=0).to(part.dtype)
+            case "mean_sqrt":
+                return (part.float().sum(dim=0) / math.sqrt(len(part))).to(part.dtype)
+
+    def _classify(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, labels]"""
+        if isinstance(self._model, Encoder):
+            return self._model.classify(x)
+        assert self._classifier is not None
+        return self._classifier(x)
+
+    def _activated(self, logits: torch.Tensor, row: PoolRow) -> torch.Tensor:
+        if row.params.use_activation is False or (row.params.use_activation is None and self._pooling.activation == "identity"):
+            return logits
+        many = self._pooling.activation == "softmax" or (self._pooling.activation == "identity" and len(logits) > 1)
+        return logits.softmax(-1) if many else logits.sigmoid()
+
+    def _embedding(self, vector: torch.Tensor, row: PoolRow) -> torch.Tensor:
+        """[..., hidden] -> [..., dimensions], float32"""
+        for weight, bias, activation in self._dense:
+            vector = F.linear(vector, weight, bias)
+            if activation == "tanh":
+                vector = vector.tanh()
+            elif activation != "identity":
+                vector = activate(vector, activation)  # type: ignore[arg-type]
+        vector = vector.float()
+        if row.params.dimensions is not None:
+            vector = vector[..., : row.params.dimensions]
+        normalize = self._pooling.normalize if row.params.normalize is None else row.params.normalize
+        return F.normalize(vector, dim=-1) if normalize else vector
+
+
+def _to_host(results: list[torch.Tensor]) -> list[Pooled]:
+    """All results in one transfer."""
+    numbers = torch.cat([result.float().flatten() for result in results]).cpu().numpy().astype("<f4", copy=False)
+    ends = np.cumsum([result.numel() for result in results])
+    parts = np.split(numbers, ends[:-1])
+    return [Pooled(part.tobytes(), list(result.shape)) for part, result in zip(parts, results, strict=True)]
+
+
+def load_pooling_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress) -> PoolingModel:
+    """Build the model that the config names, and fill it.
+
+    Raises:
+        UnsupportedModel, CheckpointError, ConfigError: see `loader.load_model`.
+    """
+    pooling = config.model.pooling
+    assert pooling is not None
+    ops = replace(ops, decoder=None)
+    load = _load_encoder if config.model.architecture in ENCODERS else _load_decoder
+    return load(config, pooling, ops, device, progress)
+
+
+def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device: torch.device, progress: Progress) -> PoolingModel:
+    model, dtype = config.model, _dtype(config)
+    spec, family = encoder_spec(model.hf_config, os.path.join(model.path, "config.json"), labels=len(pooling.labels))
+    needed = _check_size(config, encoder_parameters(spec), dtype)
+    assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored)
+    encoder = Encoder(spec, fill(assembly, config, None, needed, progress), ops)
+    return PoolingModel(encoder, pooling, causal=False, dense=_dense_layers(pooling.dense, spec.hidden_size, dtype, device), device=device)
+
+
+def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device: torch.device, progress: Progress) -> PoolingModel:
+    hf_config, dtype = config.model.hf_config, _dtype(config)
+    name = generating_architecture(config.model.architecture)
+    if name is None:
+        family_for(hf_config)  # which says what is supported
+    spec, family, gguf = read_spec(config, {**hf_config, "architectures": [name]})
+    causal = not hf_config.get("use_bidirectional_attention") and hf_config.get("is_causal") is not False
+    windows = spec.sliding_windows
+    if hf_config.get("use_bidirectional_attention"):
+        windows = tuple(None if w is None else w // 2 + 1 for w in windows)  # the config counts both sides
+    spec = replace(spec, has_head=False, labels=len(pooling.labels), sliding_windows=windows)
+    needed = _check_size(config, parameters(spec), dtype)
+    targets = {**family.weights, "score.weight": Target("classifier.weight")}
+    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, ignored=_UNUSED)
+    weights = fill(assembly, config, gguf, needed, progress)
+    decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
+    classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None
+    dense = _dense_layers(pooling.dense, spec.hidden_size, dtype, device)
+    return PoolingModel(decoder, pooling, causal=causal, dense=dense, classifier=classifier, device=device)
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
+
+
+def _check_size(config: EngineConfig, listed: Sequence[Parameter], dtype: torch.dtype) -> int:
+    needed = sum(math.prod(p.shape) for p in listed) * dtype.itemsize
+    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
+    if 0 < room < needed:
+        raise ConfigError(too_large(config, needed))
+    return needed
+
+
+def _dense_layers(
+    layers: Sequence[DenseLayer], width: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor | None, str]]:
+    out: list[tuple[torch.Tensor, torch.Tensor | None, str]] = []
+    for layer in layers:
+        tensors = {}
+        for stored in open_safetensors(layer.file):
+            tensors[stored.name] = torch.empty(stored.shape, dtype=dtype, device=device)
+            stored.copy_into(tensors[stored.name])
+        weight = tensors.get("linear.weight")
+        if weight is None or weight.ndim != 2 or weight.shape[1] != width:
+            raise CheckpointError(f"{layer.file}: linear.weight must be a matrix with {width} columns.")
+        out.append((weight, tensors.get("linear.bias"), layer.activation))
+        width = weight.shape[0]
+    return out

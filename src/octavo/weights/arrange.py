@@ -1,0 +1,66 @@
+"""Stored tensors in another arrangement than the checkpoint has them, without reading them before their turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.ops.packed import EncodedRows
+from octavo.weights.stored import StoredTensor
+
+
+def transposed(stored: StoredTensor) -> StoredTensor:
+    """A matrix the other way round, or each of several."""
+
+    def copy_into(destination: torch.Tensor) -> None:
+        whole = torch.empty(stored.shape, dtype=destination.dtype)
+        stored.copy_into(whole)
+        destination.copy_(whole.transpose(-1, -2))
+
+    *several, rows, columns = stored.shape
+    return replace(stored, shape=(*several, columns, rows), copy_into=copy_into, encoded=None)
+
+
+def stacked(stored: StoredTensor) -> StoredTensor:
+    """Several matrices as one, with the rows of one below those of the other."""
+
+    def copy_into(destination: torch.Tensor) -> None:
+        stored.copy_into(destination.view(stored.shape))
+
+    count, rows, columns = stored.shape
+    return replace(stored, shape=(count * rows, columns), copy_into=copy_into, encoded=None)
+
+
+def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTensor:
+    """Row i of the result is row `order[i]` of what is stored; of its elements, where `order` has one entry for each.
+
+    Raises:
+        CheckpointError: the tensor has another number of rows.
+    """
+    flat = len(order) == math.prod(stored.shape)
+    if stored.shape[0] != len(order) and not flat:
+        raise CheckpointError(
+            f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {len(order)} rows."
+        )
+
+    def copy_into(destination: torch.Tensor) -> None:
+        whole = torch.empty(stored.shape, dtype=destination.dtype)
+        stored.copy_into(whole)
+        rows = whole.flatten() if flat else whole
+        destination.copy_(rows[torch.from_numpy(order)].view(stored.shape))
+
+    return replace(stored, copy_into=copy_into, encoded=None if stored.encoded is None else _encoded(stored.encoded, order))
+
+
+def _encoded(inner: Callable[[], EncodedRows], order: npt.NDArray[np.int64]) -> Callable[[], EncodedRows]:
+    def encoded() -> EncodedRows:
+        rows = inner()
+        return replace(rows, order=order if rows.order is None else rows.order[order])
+
+    return encoded

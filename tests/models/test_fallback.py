@@ -1,0 +1,107 @@
+"""Models that only transformers has, with our attention and cache: same logits however the prompt is cut, same greedy tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.models.fallback import TransformersModel
+from octavo.models.loader import load_model
+from octavo.ops.registry import load_ops
+from tests.models.contiguous import run
+from tests.support.tiny_models import config_for
+
+IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(7)).tolist()
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "HeliumForCausalLM": {"num_key_value_heads": 2, "head_dim": 8},
+    "SeedOssForCausalLM": {"num_key_value_heads": 2, "head_dim": 8},
+    "Exaone4ForCausalLM": {"num_key_value_heads": 2, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+def save(folder: Path, name: str) -> Any:
+    cls = getattr(transformers, name)
+    config = cls.config_class(**(SIZES | MODELS[name]))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = cls(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    reference = save(tmp_path, name)
+    model = load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert isinstance(model, TransformersModel)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    assert expected.std() > 0.1
+    for chunks in (None, [11, 1, 13, 1, 1, 1, 1, 1]):
+        torch.testing.assert_close(run(model, IDS, chunks), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_architecture_of_ours_can_be_run_so_too_with_logits_that_are_scaled_behind_the_head(tmp_path: Path) -> None:
+    config = transformers.GraniteConfig(**SIZES, num_key_value_heads=2, logits_scaling=3.0, attention_multiplier=0.3)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    reference = transformers.GraniteForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    settings = config_for(tmp_path)
+    settings = replace(settings, model=replace(settings.model, implementation="transformers"))
+    model = load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert isinstance(model, TransformersModel)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(model, IDS, [20, 10]), reference(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_tokens_through_the_engine(tmp_path: Path) -> None:
+    reference = save(tmp_path, "OPTForCausalLM")
+    prompts = [IDS[:5], IDS, IDS[3:20]]
+    with LLM(
+        str(tmp_path), device="cpu", threads=1, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_batched_tokens=16,
+        max_num_seqs=4, kv_cache_dtype="float32",
+    ) as llm:  # fmt: skip
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    for ids, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            out = reference.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
+def refused(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    load_model(config_for(folder, hf_config=config), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "HeliumForCausalLM")
+    with pytest.raises(UnsupportedModel, match="known neither to Octavo nor to the installed transformers"):
+        refused(tmp_path, architectures=["NobodyForCausalLM"])
+    with pytest.raises(UnsupportedModel, match="never runs code from a checkpoint"):
+        refused(tmp_path, architectures=["NobodyForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_nobody.Nobody"})
+    with pytest.raises(UnsupportedModel, match="swapped"):
+        refused(tmp_path, architectures=["BloomForCausalLM"])
+    with pytest.raises(CheckpointError, match=r"lacks.*layers\.2"):
+        refused(tmp_path, num_hidden_layers=3)

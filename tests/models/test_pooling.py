@@ -1,0 +1,229 @@
+"""Models that pool against transformers: hidden states pooled by hand, classes and scores, batches of mixed lengths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import octavo
+from octavo import LLM, PoolingParams, SamplingParams
+from octavo.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from tests.support.tiny_pooling import save_pooling, write_modules
+
+TEXTS = ["a man is eating food", "the cat runs", "the stock market fell today the dog is slow a man runs fast", "bread"]
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "BertModel": {},
+    "RobertaModel": {"pad_token_id": 1},
+    "XLMRobertaModel": {"pad_token_id": 1, "type_vocab_size": 1},
+    "DistilBertModel": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "ElectraModel": {"embedding_size": 16},
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "LlamaModel": {"num_key_value_heads": 2},
+    "Qwen3Model": {"num_key_value_heads": 2, "head_dim": 8},
+    "MistralModel": {"num_key_value_heads": 2, "sliding_window": 5},
+    "Gemma2Model": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attn_logit_softcapping": 2.0,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "GPT2Model": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), device="cpu", threads=1, **settings)
+
+
+def hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+
+
+def pooled(states: torch.Tensor, kind: str) -> torch.Tensor:
+    match kind:
+        case "cls_token":
+            return states[0]
+        case "lasttoken":
+            return states[-1]
+        case "max_tokens":
+            return states.max(0).values
+        case "mean_sqrt_len_tokens":
+            return states.sum(0) / len(states) ** 0.5
+    return states.mean(0)
+
+
+@pytest.mark.parametrize("architecture", [*ENCODERS, *DECODERS])
+def test_embeddings_equal_transformers(tmp_path: Path, architecture: str) -> None:
+    model = save_pooling(tmp_path, architecture, **(ENCODERS | DECODERS)[architecture])
+    kind = "mean_tokens" if architecture in ENCODERS else "lasttoken"
+    with open_llm(tmp_path) as llm:
+        outputs = llm.embed(TEXTS)
+        for output in outputs:
+            expected = pooled(hidden_states(model, output.prompt_token_ids), kind)
+            assert expected.std() > 0.1
+            torch.testing.assert_close(
+                torch.tensor(output.outputs.embedding), torch.nn.functional.normalize(expected, dim=0), atol=1e-5, rtol=1e-4
+            )
+        # Alone or with others, a text's embedding is the same.
+        alone = llm.embed(TEXTS[1])[0].outputs.embedding
+        np.testing.assert_allclose(alone, outputs[1].outputs.embedding, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["cls_token", "mean_tokens", "max_tokens", "lasttoken", "mean_sqrt_len_tokens"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_pooling_as_the_files_beside_the_model_say(tmp_path: Path, kind: str, normalize: bool) -> None:
+    model = save_pooling(tmp_path, "BertModel")
+    write_modules(tmp_path, kind, normalize=normalize)
+    with open_llm(tmp_path) as llm:
+        output = llm.embed(TEXTS[0])[0]
+        expected = pooled(hidden_states(model, output.prompt_token_ids), kind)
+        if normalize:
+            expected = torch.nn.functional.normalize(expected, dim=0)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_parameters_of_a_request(tmp_path: Path) -> None:
+    model = save_pooling(tmp_path, "BertModel")
+    write_modules(tmp_path, "mean_tokens", normalize=True, max_length=8)
+    with open_llm(tmp_path) as llm:
+        assert llm.ready_report.max_model_len == 8
+        short = llm.embed(TEXTS[1], pooling_params=PoolingParams(dimensions=5))[0].outputs.embedding
+        whole = np.array(llm.embed(TEXTS[1], pooling_params=PoolingParams(normalize=False))[0].outputs.embedding)
+        np.testing.assert_allclose(short, whole[:5] / np.linalg.norm(whole[:5]), atol=1e-6)
+        tokens = llm.encode(TEXTS[1], PoolingParams(normalize=False), pooling_task="token_embed")[0]
+        expected = hidden_states(model, tokens.prompt_token_ids)
+        torch.testing.assert_close(torch.tensor(tokens.outputs.data), expected, atol=1e-5, rtol=1e-4)
+        with pytest.raises(InvalidRequest, match="at most 8 tokens"):
+            llm.embed(TEXTS[2])
+        cut = llm.embed(TEXTS[2], truncate_prompt_tokens=-1)[0].prompt_token_ids
+        assert len(cut) == 8
+        assert (cut[0], cut[-1]) == (2, 3)  # [CLS] and [SEP] stay
+        with pytest.raises(InvalidRequest, match="dimensions=33"):
+            llm.embed("a", pooling_params=PoolingParams(dimensions=33))
+        with pytest.raises(InvalidRequest, match="cannot do 'classify'"):
+            llm.classify("a")
+        with pytest.raises(InvalidRequest, match="runs for pooling"):
+            llm.generate("a")
+        with pytest.raises(InvalidRequest, match="empty"):
+            llm.embed([[]])
+
+
+def test_a_dense_layer_behind_the_pooling(tmp_path: Path) -> None:
+    model = save_pooling(tmp_path, "BertModel")
+    write_modules(tmp_path, "mean_tokens", normalize=False)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules.append({"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    dense = tmp_path / "2_Dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps({"activation_function": "torch.nn.modules.activation.Tanh"}))
+    weight, bias = torch.randn(6, 32), torch.randn(6)
+    save_file({"linear.weight": weight, "linear.bias": bias}, str(dense / "model.safetensors"))
+    with open_llm(tmp_path) as llm:
+        assert llm.ready_report.embedding_size == 6
+        output = llm.embed(TEXTS[0])[0]
+        expected = torch.tanh(weight @ hidden_states(model, output.prompt_token_ids).mean(0) + bias)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-5, rtol=1e-4)
+
+
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "BertForSequenceClassification": {},
+    "RobertaForSequenceClassification": {"pad_token_id": 1},
+    "DistilBertForSequenceClassification": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "LlamaForSequenceClassification": {"num_key_value_heads": 2},
+    "Qwen2ForSequenceClassification": {"num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("architecture", CLASSIFIERS)
+def test_classes_equal_transformers(tmp_path: Path, architecture: str) -> None:
+    model = save_pooling(tmp_path, architecture, num_labels=3, **CLASSIFIERS[architecture])
+    with open_llm(tmp_path) as llm:
+        for output in llm.classify(TEXTS):
+            with torch.inference_mode():
+                expected = model(input_ids=torch.tensor([output.prompt_token_ids])).logits[0].softmax(-1)
+            assert output.outputs.num_classes == 3
+            torch.testing.assert_close(torch.tensor(output.outputs.probs), expected, atol=1e-5, rtol=1e-4)
+        with pytest.raises(InvalidRequest, match="has 3 classes"):
+            llm.score("a", "man")
+
+
+@pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
+def test_scores_of_pairs_equal_transformers(tmp_path: Path, activation: str | None) -> None:
+    model = save_pooling(tmp_path, "BertForSequenceClassification", num_labels=1)
+    if activation is not None:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "sentence_transformers": {"activation_fn": activation}}))
+    with open_llm(tmp_path) as llm:
+        for output in llm.score(TEXTS[0], TEXTS[1:]):
+            ids = torch.tensor([output.prompt_token_ids])
+            second = (ids[0] == 3).nonzero()[0].item() + 1
+            types = (torch.arange(ids.shape[1]) >= second).long()[None]
+            with torch.inference_mode():
+                expected = model(input_ids=ids, token_type_ids=types).logits[0, 0]
+            assert output.outputs.score == pytest.approx(float(expected if activation else expected.sigmoid()), abs=1e-5)
+
+
+def test_scores_of_embeddings_are_cosines(tmp_path: Path) -> None:
+    save_pooling(tmp_path, "BertModel")
+    with open_llm(tmp_path) as llm:
+        vectors = [np.array(o.outputs.embedding) for o in llm.embed(TEXTS[:3])]
+        scores = [o.outputs.score for o in llm.score(TEXTS[0], TEXTS[1:3])]
+        assert scores == pytest.approx([vectors[0] @ vectors[1], vectors[0] @ vectors[2]], abs=1e-6)
+        assert llm.score("cat", "cat")[0].outputs.score == pytest.approx(1.0)
+        with pytest.raises(InvalidRequest, match="text_1 has 2"):
+            llm.score(["a", "man"], ["a", "man", "is"])
+
+
+def test_a_model_that_generates_can_be_run_for_pooling(tmp_path: Path) -> None:
+    save_pooling(tmp_path, "LlamaForCausalLM", num_key_value_heads=2)
+    with open_llm(tmp_path) as llm, pytest.raises(InvalidRequest, match="--runner pooling"):
+        llm.embed("a")
+    with open_llm(tmp_path, runner="pooling") as llm:
+        assert len(llm.embed("a man")[0].outputs.embedding) == 32
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    save_pooling(tmp_path, "BertModel")
+    with pytest.raises(UnsupportedModel, match="encoder"):
+        open_llm(tmp_path, runner="generate")
+    write_modules(tmp_path, "mean_tokens", normalize=False)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_weightedmean_tokens": True}))
+    with pytest.raises(UnsupportedModel, match="weightedmean"):
+        open_llm(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../.."}]))
+    with pytest.raises(CheckpointError, match="only folders inside"):
+        open_llm(tmp_path)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_pooling(tmp_path, "LlamaForCausalLM", num_key_value_heads=2)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["surplus"] = 500
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with open_llm(tmp_path) as llm:
+        assert llm.generate("a man", SamplingParams(max_tokens=1))
+        with pytest.raises(InvalidRequest, match="belong together"):
+            llm.generate("a surplus", SamplingParams(max_tokens=1))
+    vocab |= {f"more{i}": 600 + i for i in range(300)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="301 tokens that"):
+        open_llm(tmp_path)
+
+
+def test_parameters_are_checked_where_they_are_made() -> None:
+    for bad in ({"dimensions": 0}, {"dimensions": 1.5}, {"task": "sing"}, {"normalize": "yes"}):
+        with pytest.raises(InvalidRequest) as caught:
+            octavo.PoolingParams(**bad)
+        assert caught.value.param == next(iter(bad))
