@@ -56,6 +56,10 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
         progress(_PHASE, 1, 1)
         return fallback
     spec, family, gguf = read_spec(config, model.hf_config)
+    if config.batch_invariant and spec.moe is not None and config.device.kind == "cuda":
+        raise ConfigError(
+            f"--batch-invariant: the products of experts on a GPU depend on the batch, and {spec.architecture} has experts. Leave it out."
+        )
     dtype: torch.dtype = getattr(torch, model.dtype)
     if dtype != torch.float32 or not compilable(spec):
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
