@@ -9,12 +9,13 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from octavo.config.args import EngineArgs
 from octavo.config.sizes import parse_size
 from octavo.config.types import (
     CacheConfig,
+    CpuActivations,
     DeviceInfo,
     DTypeName,
     EngineConfig,
@@ -215,7 +216,7 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings:
                 "running on torch's, which are several times slower."
             )
     native = usable and bool(device.native_kernels)
-    return dataclasses.replace(device, native_kernels=native, int8_activations=args.cpu_activations == "int8")
+    return dataclasses.replace(device, native_kernels=native, activations=cast(CpuActivations, args.cpu_activations))
 
 
 def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheConfig:

@@ -8,6 +8,10 @@ from typing import Any, Literal
 DTypeName = Literal["float32", "float16", "bfloat16"]
 
 
+CpuActivations = Literal["float32", "int16", "int8"]
+"""What compiled CPU kernels multiply 4- and 8-bit weights with: as computed, or rounded with a scale for each 32 numbers."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """What there is to run on. Detected once by device.py."""
@@ -21,8 +25,8 @@ class DeviceInfo:
     """CUDA compute capability."""
     native_kernels: bool | None = None
     """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
-    int8_activations: bool = True
-    """The compiled kernels round the inputs of layers with 4- and 8-bit weights to 8 bits."""
+    activations: CpuActivations = "int16"
+    """Of the compiled kernels."""
 
 
 @dataclass(frozen=True)

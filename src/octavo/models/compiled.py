@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.attention.base import Attend
+from octavo.config.types import CpuActivations
 from octavo.layers.rope import cos_sin_table
 from octavo.models.decoder import Decoder, Model, Weights
 from octavo.models.spec import ModelSpec
@@ -13,29 +14,29 @@ from octavo.ops.registry import Ops
 
 
 def build_decoder(
-    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, int8_activations: bool = True
+    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, activations: CpuActivations = "int16"
 ) -> Model:
     """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
 
     Args:
         max_length: the longest sequence served; positions are below it.
-        threads, int8_activations: see `ops.program.CompileDecoder`.
+        threads, activations: see `ops.program.CompileDecoder`.
     """
     if ops.decoder is None:
         return Decoder(spec, weights, ops, max_length=max_length)
-    return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, int8_activations=int8_activations)
+    return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, activations=activations)
 
 
 class CompiledDecoder:
     """Implements `Model`. Holds weights and no state between calls."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, int8_activations: bool
+        self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, activations: CpuActivations
     ) -> None:
         self.spec = spec
         self.layer_specs = spec.layer_specs
         self.weights_bytes = weights.nbytes
-        self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, int8_activations=int8_activations)
+        self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, activations=activations)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """See `Model.forward`."""

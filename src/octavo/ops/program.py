@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from octavo.config.types import CpuActivations
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
 
 if TYPE_CHECKING:
@@ -79,11 +80,10 @@ class CompiledDecoder(Protocol):
 
 
 class CompileDecoder(Protocol):
-    def __call__(self, program: DecoderProgram, *, threads: int, int8_activations: bool) -> CompiledDecoder:
+    def __call__(self, program: DecoderProgram, *, threads: int, activations: CpuActivations) -> CompiledDecoder:
         """
         Args:
-            int8_activations: inputs of layers with 4- and 8-bit weights are rounded to 8 bits, with a scale for each 32
-                numbers; False keeps them float32.
+            activations: how inputs of layers with 4- and 8-bit weights are rounded.
         """
 
 

@@ -11,12 +11,13 @@ from typing import Final, TypeVar
 import torch
 
 from octavo.config.device import native_kernels_path
+from octavo.config.types import CpuActivations
 from octavo.ops.packed import PanelKind, PanelWeight
 from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 1
+ABI: Final = 2
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
 SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "F32": (0, "f32"),
@@ -28,6 +29,8 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
 }
 """How rows are stored -> (code, the kind of panel they become)."""
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+READ_AS: Final[dict[CpuActivations, int]] = {"float32": 0, "int16": 1, "int8": 2}
+"""What packed weights are multiplied with."""
 LEVELS: Final = ("portable", "avx2", "avx512", "neon")
 
 
@@ -70,7 +73,7 @@ class Decoder(ctypes.Structure):
         ("cos_sin", c_void_p),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "vocab")),
         ("activation", c_int32),
-        ("int8_activations", c_int32),
+        ("activations", c_int32),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_multiplier", "logit_scale", "logit_soft_cap")),
         ("padding", c_int32),
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi
 from octavo.ops.cpu.paged import PagedStep
 from octavo.ops.program import AttendLayer, DecoderProgram, LayerProgram
@@ -15,7 +16,7 @@ from octavo.ops.program import AttendLayer, DecoderProgram, LayerProgram
 class CpuDecoder:
     """Implements `ops.program.CompiledDecoder`. Not thread-safe: scratch memory is shared by all calls."""
 
-    def __init__(self, program: DecoderProgram, *, threads: int, int8_activations: bool) -> None:
+    def __init__(self, program: DecoderProgram, *, threads: int, activations: CpuActivations) -> None:
         self._program = program
         self._library = abi.loaded()
         self._engine = abi.Engine(threads)
@@ -35,7 +36,7 @@ class CpuDecoder:
             inner=program.inner,
             vocab=program.vocab,
             activation=abi.ACTIVATIONS[program.activation],
-            int8_activations=int(int8_activations),
+            activations=abi.READ_AS[activations],
             norm_eps=program.norm_eps,
             embedding_scale=program.embedding_scale,
             residual_multiplier=program.residual_multiplier,

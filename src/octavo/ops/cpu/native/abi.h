@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 1
+#define OCTAVO_ABI 2
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -23,6 +23,12 @@ enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are pack
     SOURCE_Q4_0 = 3,
     SOURCE_Q4_1 = 4,
     SOURCE_Q8_0 = 5,
+};
+
+enum OctavoActivations : int32_t {  // what packed weights are multiplied with
+    ACTIVATIONS_FLOAT32 = 0,
+    ACTIVATIONS_INT16 = 1,  // rounded in groups of 32 columns
+    ACTIVATIONS_INT8 = 2,
 };
 
 enum OctavoActivation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2 };
@@ -59,7 +65,7 @@ struct OctavoDecoder {
     const float* cos_sin;     // [positions, rotary_dim]
     int32_t num_layers, hidden, heads, kv_heads, head_dim, rotary_dim, inner, vocab;
     int32_t activation;
-    int32_t int8_activations;
+    int32_t activations;
     float norm_eps, embedding_scale, residual_multiplier, logit_scale, logit_soft_cap;
     int32_t padding;
 };
@@ -99,7 +105,7 @@ EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
 // Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.
 EXPORT void octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
 
-EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t int8);
+EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
 EXPORT void octavo_embedding(const OctavoLinear*, const int64_t* ids, int64_t tokens, float* out);
 EXPORT void octavo_rms_norm(const float* x, int64_t ldx, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int64_t ldo);
 EXPORT void octavo_rope(float* x, int64_t ldx, int64_t tokens, int64_t heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim);

@@ -32,8 +32,6 @@ const uint8_t* panel_of(const OctavoSegment& segment, int64_t panel, int64_t col
     return (const uint8_t*)segment.data + panel * octavo_packed_bytes(segment.kind, 1, columns);
 }
 
-bool rounds(int32_t kind) { return kind == KIND_Q4 || (kind == KIND_Q8 && kernels().rounds_q8); }
-
 }  // namespace
 
 const Kernels& kernels() {
@@ -42,17 +40,24 @@ const Kernels& kernels() {
     return *k;
 }
 
-bool reads_rounded(const OctavoLinear& linear, bool wanted) {
-    for (int i = 0; wanted && i < linear.num_segments; i++)
-        if (rounds(linear.segments[i].kind)) return true;
-    return false;
+// 8-bit activations only where all packed parts of the layer take them: the others take 16-bit ones.
+Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
+    bool packed = false, floats = false, narrow = wanted == ACTIVATIONS_INT8;
+    for (int i = 0; i < linear.num_segments; i++) {
+        const int32_t kind = linear.segments[i].kind;
+        if (kind == KIND_Q4 || kind == KIND_Q8) packed = true;
+        else floats = true;
+        if (kind == KIND_Q8 && !kernels().rounds_q8) narrow = false;
+    }
+    if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
+    return {narrow ? ROUND_8 : ROUND_16, floats};
 }
 
 // A task is some panels times a block of tokens. A block's inputs stay in the second-level cache, and the tasks that share
 // panels are neighbours, so that weights come from memory once.
-void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, int64_t tokens, float* out, int64_t ldo, bool rounded) {
+void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo) {
     constexpr int64_t BLOCK = 128;
-    const int64_t blocks = ceil_div(tokens, BLOCK), columns = linear.in_features;
+    const int64_t tokens = x.tokens, blocks = ceil_div(tokens, BLOCK), columns = linear.in_features;
     int64_t panels = 0;
     for (int i = 0; i < linear.num_segments; i++) panels += ceil_div(linear.segments[i].rows, PANEL);
     if (!panels || !tokens) return;
@@ -66,12 +71,11 @@ void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activation
         for (int i = 0; i < linear.num_segments; i++) {
             const OctavoSegment& segment = linear.segments[i];
             const int64_t size = ceil_div(segment.rows, PANEL);
-            const auto call = rounded && rounds(segment.kind) ? k.panel_int8 : k.panel_float;
             const int64_t from = first > segment_panel ? first : segment_panel, to = last < segment_panel + size ? last : segment_panel + size;
             for (int64_t p = from; p < to; p++) {
                 const int64_t at = (p - segment_panel) * PANEL, left = segment.rows - at;
-                call(segment.kind, panel_of(segment, p - segment_panel, columns), x, begin, end, out + row + at, ldo,
-                     linear.bias ? linear.bias + row + at : nullptr, (int)(left < PANEL ? left : PANEL));
+                k.panel(segment.kind, panel_of(segment, p - segment_panel, columns), x, begin, end, out + row + at, ldo,
+                        linear.bias ? linear.bias + row + at : nullptr, (int)(left < PANEL ? left : PANEL));
             }
             segment_panel += size;
             row += segment.rows;
@@ -144,16 +148,11 @@ OctavoEngine* octavo_engine_new(int32_t threads) { return new (std::nothrow) Oct
 
 void octavo_engine_free(OctavoEngine* engine) { delete engine; }
 
-void octavo_linear(OctavoEngine* engine, const OctavoLinear* linear, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t int8) {
-    const bool rounded = reads_rounded(*linear, int8);
-    if (rounded) {
-        engine->other.resize(tokens, linear->in_features, true);
-        engine->pool.run(tokens, token_chunk(*engine, tokens), [&](int64_t t) { engine->other.round(t, x + t * ldx); });
-        multiply(*engine, *linear, engine->other.view(x, ldx), tokens, out, ldo, true);
-    } else {
-        const Activations plain = {x, ldx, nullptr, nullptr, nullptr, nullptr, linear->in_features, ceil_div(linear->in_features, GROUP)};
-        multiply(*engine, *linear, plain, tokens, out, ldo, false);
-    }
+void octavo_linear(OctavoEngine* engine, const OctavoLinear* linear, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo,
+                   int32_t activations) {
+    engine->other.resize(tokens, linear->in_features, reading_of(*linear, activations));
+    engine->pool.run(tokens, token_chunk(*engine, tokens), [&](int64_t t) { engine->other.finish(t, x + t * ldx); });
+    multiply(*engine, *linear, engine->other.view(), out, ldo);
 }
 
 void octavo_embedding(const OctavoLinear* table, const int64_t* ids, int64_t tokens, float* out) {
