@@ -3,7 +3,7 @@
 `random.seed(0)`; prompts of 100-1024 random token ids (all drawn first), then 100-1024 output tokens each, temperature 0.6, nothing
 stops early, token ids in, no text out. Then 128 tokens in and 256 out at batch 1 and 32, and the first token of an 8,192-token
 prompt. The table sets each number beside the floor (bytes at the card's read bandwidth, arithmetic at its matrix rate) and beside
-vLLM's on the same card.
+vLLM's on the same card. transformers' own continuous batching runs live, on a smaller load that both get.
 
     make gpu-bench [ARGS="--shapes qwen3-0.6b llama-3.1-8b --profile"]
 """
@@ -63,9 +63,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+PEER_LOAD = (64, Span(100, 1024), 128)
+"""Requests, prompt tokens, output tokens of the load that transformers gets too."""
 REQUESTS = {"qwen3-0.6b": 256, "llama-3.1-8b": 512}
 MAX_MODEL_LEN = 8448
-PARTS = ("latency", "first", "throughput", "start")
+PARTS = ("latency", "first", "throughput", "start", "peer")
 
 FLOORS = {
     "qwen3-0.6b": {"seconds": 3.8},
@@ -101,6 +103,29 @@ def cold_start(folder: str) -> dict[str, Any]:
     return {"start_s": seconds, "cached_phases_s": json.loads(line)} if line else {}
 
 
+def peer_seconds(llm: LLM) -> float:
+    """Seconds of the peer's load here, the better of two."""
+    count, prompt, output = PEER_LOAD
+    requests = random_requests(count, prompt, Span(output, output))
+    params = SamplingParams(temperature=0.6, max_tokens=output, ignore_eos=True, detokenize=False)
+    times = []
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(prompts_of(requests), params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def peer(folder: str) -> dict[str, Any]:
+    """transformers' `generate_batch` in a process of its own, with the same load; {} (and why, on stderr) where it does not run."""
+    count, prompt, output = PEER_LOAD
+    job = {"prompts": [r.prompt for r in random_requests(count, prompt, Span(output, output))], "output_len": output}
+    script = Path(__file__).parent / "peers" / "transformers_batch.py"
+    done = subprocess.run([sys.executable, str(script), folder], check=False, input=json.dumps(job), stdout=subprocess.PIPE, text=True)
+    return {"peer": json.loads(done.stdout.splitlines()[-1])} if done.returncode == 0 else {}
+
+
 def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -118,10 +143,14 @@ def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: boo
             if "throughput" in parts:
                 result["runs"] = [offline(llm, REQUESTS[shape]) for _ in range(2)]
                 result["seconds"] = min(run["elapsed_time"] for run in result["runs"])
+            if "peer" in parts:
+                result["peer_load_s"] = peer_seconds(llm)
             if profile:
                 result["profile"] = [profiled(llm, *case) for case in PROFILED]
         if "start" in parts:
             result |= cold_start(folder)
+        if "peer" in parts:
+            result |= peer(folder)
     return result
 
 
@@ -265,6 +294,12 @@ def show(shape: str, result: dict[str, Any]) -> None:
             f"{run['no_step_s']:.2f} s; the host waited {run['host_waited_s']:.2f} s"
         )
         print("  decode step by rows (from n on), ms:", run["decode_ms_by_rows"])
+    if "peer" in result:
+        theirs = result["peer"]
+        print(
+            f"  {PEER_LOAD[0]} requests of {PEER_LOAD[2]} tokens: {result['peer_load_s']:.2f} s; transformers {theirs['version']} generate_batch "
+            f"({theirs['attention']}) {theirs['seconds']:.2f} s = {theirs['seconds'] / result['peer_load_s']:.1f} times as long"
+        )
     if "cached_phases_s" in result:
         print("  start with compiled kernels:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["cached_phases_s"].items()))
     print("  start:", ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["phases_s"].items()))

@@ -162,3 +162,19 @@ def test_a_token_does_not_depend_on_its_company(tmp_path: Path) -> None:
     alone = torch.cat([model.logits(model.forward(ids[i : i + 1], positions[i : i + 1], itself)) for i in range(len(IDS))])
     for count in (2, 3, 7, 16, 33, len(IDS)):
         assert torch.equal(model.logits(model.forward(ids[-count:], positions[-count:], itself)), alone[-count:])
+
+
+@pytest.mark.parametrize("wanted", [[], [13], [4, 13, 22]])
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, ops: str, wanted: list[int]) -> None:
+    """Also what the last layer leaves in the cache: the next tokens see all that came before."""
+    save_tiny(tmp_path, "qwen3")
+    model = load(tmp_path, ops=ops)
+    ids, positions = torch.tensor(IDS[:23]), torch.arange(23)
+    some, whole = ContiguousAttend(model.layer_specs), ContiguousAttend(model.layer_specs)
+    chosen = model.forward(ids, positions, some, torch.tensor(wanted, dtype=torch.int32))
+    assert chosen.shape == (len(wanted), model.spec.hidden_size)
+    torch.testing.assert_close(chosen, model.forward(ids, positions, whole)[wanted], atol=1e-5, rtol=1e-5)
+    for layer in range(model.spec.num_layers):
+        for mine, theirs in zip(some.cache[layer], whole.cache[layer], strict=True):
+            assert torch.equal(mine, theirs)

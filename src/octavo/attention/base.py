@@ -41,6 +41,8 @@ class StepBatch:
     """[tokens] int64: block * block_size + offset, where each token's K and V go."""
     context_lens: torch.Tensor
     """[rows] int32: start + count."""
+    cpu_wanted: Int32 | None = None
+    """[wanted] ascending rows whose last token is all that is needed of the last layer; None: every token of every row."""
 
 
 class Attend(Protocol):

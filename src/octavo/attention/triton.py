@@ -81,6 +81,15 @@ class LayerWork:
     chunks: ChunkWork | None
 
 
+@dataclass(frozen=True)
+class SelectedWork:
+    """The last layer of a step that wants only the last tokens of some rows."""
+
+    work: LayerWork
+    block_tables: torch.Tensor
+    """[wanted, max_blocks] int32."""
+
+
 class TritonAttention:
     """Owns the KV cache of all layers. Implements `GraphAttention`.
 
@@ -145,9 +154,23 @@ class TritonAttention:
     def plan(self, batch: StepBatch) -> Attend:
         arrays: list[Int32] = []
         drafts = {g: self._draft(batch, g, arrays) for g in dict.fromkeys(self._geometries)}
+        planned = len(arrays)
+        if (wanted := batch.cpu_wanted) is not None and len(wanted):
+            # Each is one query over its whole context, whether it ends a chunk or not: a decode.
+            g = self._geometries[-1]
+            capacity = decode_capacity(len(wanted), g.num_kv_heads, self._sms)
+            contexts = (batch.cpu_start + batch.cpu_count)[wanted]
+            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
+            arrays += [plan.items, wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
-        return TritonAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots, batch.num_decodes)
+        selected = None
+        if wanted is not None:
+            items, rows = on_device[planned:] or (None, None)
+            decodes = None if items is None else self._decode_work(self._geometries[-1], len(wanted), items)
+            tables = batch.block_tables if rows is None or len(wanted) == len(batch.cpu_count) else batch.block_tables.index_select(0, rows)
+            selected = SelectedWork(LayerWork(decodes, None), tables)
+        return TritonAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots, batch.num_decodes, selected)
 
     def _draft(self, batch: StepBatch, g: Geometry, arrays: list[Int32]) -> functools.partial[LayerWork]:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
@@ -266,7 +289,7 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class TritonAttend:
-    """Implements `Attend` and `layers.attention.FusedAttend`."""
+    """Implements `Attend` and `layers.attention.WantedAttend`."""
 
     backend: TritonAttention
     work: list[LayerWork]
@@ -274,6 +297,11 @@ class TritonAttend:
     block_tables: torch.Tensor
     cache_slots: torch.Tensor
     decodes: int
+    selected: SelectedWork | None = None
+
+    @property
+    def can_select(self) -> bool:
+        return self.selected is not None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = self.backend.cache_of(layer)
@@ -284,9 +312,21 @@ class TritonAttend:
         return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
+        q = self._store(layer, qkv, rotation, qk_norm)
+        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes).flatten(1)
+
+    def attend_wanted(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.selected is not None
+        q = self._store(layer, qkv, rotation, qk_norm).index_select(0, wanted)
+        return self.backend.run(layer, self.selected.work, q, self.selected.block_tables, len(wanted)).flatten(1)
+
+    def _store(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
+        """Norm, rotate, write keys and values into the cache. Returns q, [tokens, heads, head_dim]."""
         keys, values = self.backend.cache_of(layer)
         num_heads = qkv.shape[1] // keys.shape[3] - 2 * keys.shape[1]
-        q = rope_cache(
+        return rope_cache(
             qkv,
             rotation.positions,
             rotation.table,
@@ -298,4 +338,3 @@ class TritonAttend:
             k_weight=None if qk_norm is None else qk_norm.k,
             eps=1e-6 if qk_norm is None else qk_norm.eps,
         )
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes).view(len(qkv), -1)

@@ -38,9 +38,10 @@ class CompiledDecoder:
         self.weights_bytes = weights.nbytes
         self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, activations=activations)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See `Model.forward`."""
-        return self._compiled.forward(token_ids, positions, attend)
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Model.forward`; all tokens go through the last layer."""
+        hidden = self._compiled.forward(token_ids, positions, attend)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""

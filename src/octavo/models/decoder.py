@@ -30,16 +30,18 @@ class Model(Protocol):
     @property
     def weights_bytes(self) -> int: ...
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
 
         Args:
             token_ids: [tokens] int64
             positions: [tokens] int64, below the longest sequence served.
             attend: this step's attention, which knows which token belongs to whom.
+            wanted: [wanted] integers, ascending: the tokens whose hidden states are wanted; None: all. The last layer computes only the
+                keys and values of the others.
 
         Returns:
-            [tokens, hidden], after the final norm.
+            [tokens, hidden], or [wanted, hidden], after the final norm.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,7 @@ class Decoder:
         self._cos_sin = cos_sin_table(spec.rope, max_length, self._embedding.device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
         ops, spec = self._ops, self.spec
         rotation = Rotation(self._cos_sin, positions)
@@ -104,8 +106,15 @@ class Decoder:
         if spec.embedding_scale != 1.0:
             residual = residual * spec.embedding_scale
         x = residual if self._first_norm is None else ops.rms_norm(residual, self._first_norm, spec.norm_eps)
+        last = self._layers[-1]
         for layer in self._layers:
-            x, residual = self._join(layer.attention(x, rotation, attend), residual, layer.attention_post_norm, layer.mlp_norm)
+            chosen = wanted if layer is last else None
+            x = layer.attention(x, rotation, attend, chosen)
+            if chosen is not None:
+                residual = residual.index_select(0, chosen)
+                if not len(chosen):
+                    return residual
+            x, residual = self._join(x, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
         return x
 

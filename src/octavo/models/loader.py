@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from octavo.models.registry import model_spec
 from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
 from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.safetensors import open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
@@ -65,7 +67,8 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             if model.load_format == "dummy":
                 weights = _fill_dummy(assembly, needed, model.seed, progress)
             else:
-                weights = _fill_stored(assembly, *_stored(model.path, gguf), progress)
+                with ParallelReader(device) if device.type != "cpu" else nullcontext() as reader:
+                    weights = _fill_stored(assembly, *_stored(model.path, gguf, reader), progress)
             return build_decoder(
                 spec,
                 weights,
@@ -101,12 +104,12 @@ def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor]
     return weights
 
 
-def _stored(path: str, gguf: GgufFile | None) -> tuple[int, Iterable[StoredTensor]]:
+def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> tuple[int, Iterable[StoredTensor]]:
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
     files = weight_files(path)
-    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_safetensors, files))
+    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
 
 
 def _gguf(path: str, load_format: str) -> GgufFile | None:

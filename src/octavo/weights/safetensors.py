@@ -16,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 
 from octavo.errors import CheckpointError
 from octavo.ops.packed import EncodedRows
+from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.stored import StoredTensor
 
 _BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that a weight can have."""
+_DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INDEX: Final = "model.safetensors.index.json"
 
 
@@ -65,21 +67,28 @@ def _indexed_files(folder: str, index: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def open_safetensors(path: str) -> Iterator[StoredTensor]:
+def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterator[StoredTensor]:
     """The tensors of one file. Pages are mapped, and read when a tensor is copied.
+
+    Args:
+        reader: reads instead what goes to a device as it is.
 
     Raises:
         CheckpointError: unreadable, truncated or corrupt; names the first tensor that is hurt.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            begins = {} if reader is None else _begins(path)
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(name)
                 dtype, shape = view.get_dtype(), tuple(view.get_shape())
                 if dtype not in _BYTES:
                     raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
                 nbytes = _BYTES[dtype] * torch.Size(shape).numel()
-                yield StoredTensor(name, shape, nbytes, path, _copier(file, name, path), _encoded(file, name, dtype, path))
+                copy = _copier(file, name, path)
+                if reader is not None:
+                    copy = _direct(copy, reader, path, begins[name], _DTYPES[dtype])
+                yield StoredTensor(name, shape, nbytes, path, copy, _encoded(file, name, dtype, path))
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again.") from None
 
@@ -97,6 +106,28 @@ def _copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
         destination.copy_(_read(file, name, path))
 
     return copy_into
+
+
+def _direct(
+    copy: Callable[[torch.Tensor], None], reader: ParallelReader, path: str, offset: int, dtype: torch.dtype
+) -> Callable[[torch.Tensor], None]:
+    """`copy`, but by the reader where the file's bytes are what the destination is to hold."""
+
+    def copy_into(destination: torch.Tensor) -> None:
+        if destination.device.type != "cpu" and destination.dtype == dtype and destination.is_contiguous():
+            reader.read(path, offset, destination)
+        else:
+            copy(destination)
+
+    return copy_into
+
+
+def _begins(path: str) -> dict[str, int]:
+    """Where in the file each tensor begins. The header was found sound."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _encoded(file: Any, name: str, dtype: str, path: str) -> Callable[[], EncodedRows]:

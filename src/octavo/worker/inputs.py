@@ -7,12 +7,16 @@ import torch
 
 from octavo.attention.base import StepBatch
 from octavo.ops.transfer import upload_many
-from octavo.protocol.step import StepPlan
+from octavo.protocol.step import Int32, StepPlan
 from octavo.worker.slots import SlotTables
 
 
-def gather_inputs(plan: StepPlan, tables: SlotTables) -> StepBatch:
-    """The batch of a plan with at least one row. `tables` must have been updated with the plan."""
+def gather_inputs(plan: StepPlan, tables: SlotTables, wanted: Int32 | None = None) -> StepBatch:
+    """The batch of a plan with at least one row. `tables` must have been updated with the plan.
+
+    Args:
+        wanted: see `StepBatch.cpu_wanted`.
+    """
     count = plan.count
     ends = np.cumsum(count, dtype=np.int32)
     many = np.flatnonzero(count > 1)
@@ -40,4 +44,5 @@ def gather_inputs(plan: StepPlan, tables: SlotTables) -> StepBatch:
         block_tables=block_tables,
         cache_slots=blocks * tables.block_size + positions % tables.block_size,
         context_lens=start + counts,
+        cpu_wanted=wanted,
     )

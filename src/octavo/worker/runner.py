@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from octavo.attention.base import AttentionBackend, StepBatch
+from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import Model
 from octavo.ops.transfer import download, upload_many
 from octavo.protocol.engine import LogprobRow
@@ -155,19 +155,30 @@ class Runner:
         return first[0] + second[0], first[1] + second[1]
 
     def _compute_at_once(self, plan: StepPlan) -> tuple[list[Sampled], list[PromptScores]]:
-        batch = gather_inputs(plan, self._tables)
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch))
-        prompt_scores = self._score_prompts(plan, hidden)
-        slots = plan.slots[plan.sample]
-        return ([self._sample(plan, batch, hidden, slots).to_host()] if len(slots) else []), prompt_scores
-
-    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: torch.Tensor, slots: Int32) -> Sampled:
-        """Sample the rows that want it, and write the tokens where the next step reads them."""
-        ends = np.cumsum(plan.count, dtype=np.int32)
+        slots, ends = plan.slots[plan.sample], np.cumsum(plan.count, dtype=np.int32)
         positions = (plan.start + plan.count)[plan.sample]
         last, row_slots, row_positions = upload_many([ends[plan.sample] - 1, slots, positions], self._tables.device)
-        if len(slots) < batch.num_tokens:
+        # Of a prompt, only the last token's hidden state is read, unless its tokens are to be scored.
+        scored = bool(self._state.wants_prompt_logprobs[plan.slots].any())
+        wanted = last if len(slots) < plan.num_tokens and not scored else None
+        batch = gather_inputs(plan, self._tables, None if wanted is None else np.flatnonzero(plan.sample).astype(np.int32))
+        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
+        prompt_scores = self._score_prompts(plan, hidden) if scored else []
+        if not len(slots):
+            return [], prompt_scores
+        if scored:
             hidden = hidden.index_select(0, last)
+        return [self._sample(hidden, slots, positions, row_slots, row_positions).to_host()], prompt_scores
+
+    def _sample(
+        self, hidden: torch.Tensor, slots: Int32, positions: Int32, row_slots: torch.Tensor, row_positions: torch.Tensor
+    ) -> Sampled:
+        """Sample, and write the tokens where the next step reads them.
+
+        Args:
+            hidden: [sampled rows, hidden]
+            slots, positions: [sampled rows]; `row_slots` and `row_positions` are the same on the device.
+        """
         logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
         sampled = self._sampler.sample(logits, slots, positions)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
