@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from octavo.attention.base import Attend
@@ -10,7 +12,11 @@ from octavo.layers.rope import cos_sin_table
 from octavo.models.decoder import Decoder, Model, Weights
 from octavo.models.spec import ModelSpec
 from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
-from octavo.ops.registry import Ops
+from octavo.ops.registry import Draw, Ops
+
+if TYPE_CHECKING:
+    from octavo.attention.native_cpu import NativeCpuAttention
+    from octavo.ops.cpu.steps import CpuSteps, SlotMemory
 
 
 def build_decoder(
@@ -39,9 +45,8 @@ class CompiledDecoder:
         self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, activations=activations)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Model.forward`; all tokens go through the last layer."""
-        hidden = self._compiled.forward(token_ids, positions, attend)
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+        """See `Model.forward`."""
+        return self._compiled.forward(token_ids, positions, attend, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
@@ -50,6 +55,15 @@ class CompiledDecoder:
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: the kernels make float32 anyway."""
         return self._compiled.logits(hidden)
+
+    @property
+    def draw(self) -> Draw:
+        """See `ops.program.CompiledDecoder`."""
+        return self._compiled.draw
+
+    def steps(self, attention: NativeCpuAttention, memory: SlotMemory) -> CpuSteps:
+        """Whole steps over the attention's KV cache."""
+        return self._compiled.steps(attention.caches, memory)
 
 
 def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,7 +16,8 @@ from octavo.config.types import CpuActivations
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
 
 if TYPE_CHECKING:
-    from octavo.ops.registry import Activation
+    from octavo.ops.cpu.steps import CpuSteps, SlotMemory
+    from octavo.ops.registry import Activation, Draw
 
 AttendLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim]: `attention.Attend`."""
@@ -69,14 +70,27 @@ class DecoderProgram:
 class CompiledDecoder(Protocol):
     """A program that is ready to run."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer) -> torch.Tensor:
-        """[tokens] int64, [tokens] int64 -> [tokens, hidden] float32, after the final norm.
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[tokens] int64, [tokens] int64 -> [tokens, hidden] float32, after the final norm; or [wanted, hidden] for the tokens asked for.
 
         Attention of the same device is fused into the pass, and brings the token ids and positions of its step itself.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
+
+    @property
+    def draw(self) -> Draw:
+        """The last stages of the sampler, on the same threads."""
+
+    def steps(self, caches: Any, memory: SlotMemory) -> CpuSteps:
+        """Whole steps over the KV cache of the same device's attention.
+
+        Args:
+            caches: what that attention describes its cache with; kept alive by the caller.
+        """
 
 
 class CompileDecoder(Protocol):

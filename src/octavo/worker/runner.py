@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -27,9 +27,6 @@ from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
-
-if TYPE_CHECKING:
-    from octavo.worker.graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +87,24 @@ class Launched:
     clock: StepClock
 
 
+class WholeSteps(Protocol):
+    """Steps that run as one call, where a device has such: `worker.graphs.DecodeGraphs`, `worker.native_steps.NativeSteps`."""
+
+    def fitting(self, plan: StepPlan) -> int | None:
+        """How many rows the call takes that can run `plan`, or None: it must be run operation by operation."""
+
+    def launch(self, plan: StepPlan, rows: int) -> torch.Tensor:
+        """Run a plan that fits, block-table diffs included.
+
+        Args:
+            rows: what `fitting` said.
+
+        Returns:
+            [sampled rows] int32 on the device: the tokens, which are also in their places in the token table; -1 where logits were not
+            usable. May be overwritten by the next launch.
+        """
+
+
 class Runner:
     """Runs steps. Owns nothing that outlives a step; the tables, the cache and the weights belong to its parts."""
 
@@ -100,14 +115,14 @@ class Runner:
         tables: SlotTables,
         sampler_state: SamplerState,
         sampler: Sampler,
-        graphs: DecodeGraphs | None = None,
+        whole_steps: WholeSteps | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._tables = tables
         self._state = sampler_state
         self._sampler = sampler
-        self._graphs = graphs
+        self._whole_steps = whole_steps
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -119,10 +134,10 @@ class Runner:
         clock = StepClock(self._tables.device)
         slots = plan.slots[plan.sample]
         self._seat(plan)
-        rows = None if self._graphs is None else self._graphs.fitting(plan)
-        if self._graphs is not None and rows is not None:
+        rows = None if self._whole_steps is None else self._whole_steps.fitting(plan)
+        if self._whole_steps is not None and rows is not None:
             self._copy_blocks(plan)
-            tokens = download(self._graphs.launch(plan, rows))
+            tokens = download(self._whole_steps.launch(plan, rows))
             clock.stop()
             return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
         self._tables.update(plan)

@@ -16,15 +16,16 @@ from octavo.attention.base import AttentionBackend, GraphAttention
 from octavo.attention.select import attention_class, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.compiled import CompiledDecoder
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
-from octavo.ops.registry import Ops, load_ops
+from octavo.ops.registry import Draw, Ops, load_ops
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.memory import Budget, CacheSize, GraphMemory, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
-from octavo.worker.runner import Launched, Runner, settle
+from octavo.worker.runner import Launched, Runner, WholeSteps, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, worst_step
 
@@ -64,7 +65,7 @@ class Worker:
             self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device)
             self._state = SamplerState(scheduler.max_num_seqs, self._device)
             processed = config.model.logprobs_mode == "processed_logprobs"
-            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._ops.draw)
+            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._draw())
         with self._phase("memory"):
             bytes_per_block = attention_class(config, layers).bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
@@ -74,7 +75,8 @@ class Worker:
             self._attention = self._allocate_cache(size, budget)
         with self._phase("graphs"):
             self._graphs = self._capture(self._attention)
-        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs)
+        whole_steps = self._graphs or self._native_steps()
+        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, whole_steps)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -122,6 +124,21 @@ class Worker:
             gc.unfreeze()
             gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
+
+    def _draw(self) -> Draw | None:
+        """The fused end of the sampler, if the model or the device brings one."""
+        return self._model.draw if isinstance(self._model, CompiledDecoder) else self._ops.draw
+
+    def _native_steps(self) -> WholeSteps | None:
+        """Whole steps in compiled code; None where the model is not compiled, or its attention is another's."""
+        if not isinstance(self._model, CompiledDecoder):
+            return None
+        from octavo.attention.native_cpu import NativeCpuAttention
+        from octavo.worker.native_steps import NativeSteps
+
+        if not isinstance(self._attention, NativeCpuAttention):
+            return None
+        return NativeSteps(self._model, self._attention, self._tables, self._state)
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""

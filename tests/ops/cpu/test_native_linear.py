@@ -65,7 +65,15 @@ def test_float_activations(
     seed=st.integers(0, 999),
 )
 def test_packed_weights_take_rounded_activations(
-    engine: abi.Engine, level: str, encoding: str, activations: CpuActivations, tokens: int, rows: int, groups: int, spread: float, seed: int
+    engine: abi.Engine,
+    level: str,
+    encoding: str,
+    activations: CpuActivations,
+    tokens: int,
+    rows: int,
+    groups: int,
+    spread: float,
+    seed: int,
 ) -> None:
     part = random_rows(encoding, rows, 32 * groups, seed)
     x = randn(tokens, 32 * groups, seed=seed) * spread
@@ -80,7 +88,9 @@ def test_16_bit_activations_are_as_exact_as_float32(engine: abi.Engine) -> None:
     """The error of the product against float64 is that of float32 sums, and far below what int8 makes."""
     part, x = random_rows("Q4_1", 64, 960, 5), randn(20, 960)
     expected = x.double() @ as_float(part).double().T
-    error = {a: float((panels.linear(engine, x, packed(part), None, activations=a) - expected).norm() / expected.norm()) for a in abi.READ_AS}
+    error = {
+        a: float((panels.linear(engine, x, packed(part), None, activations=a) - expected).norm() / expected.norm()) for a in abi.READ_AS
+    }
     assert error["float32"] < 1e-6
     assert error["int16"] < 4e-5
     assert 1e-3 < error["int8"] < 1e-2
@@ -146,7 +156,8 @@ def test_rows_are_packed_in_the_order_asked_for(engine: abi.Engine, encoding: st
     shuffled = EncodedRows(encoding, (50, 64), rows.data, order)
     x = randn(3, 64)
     assert torch.equal(
-        panels.linear(engine, x, packed(shuffled), None, activations="int8"), panels.linear(engine, x, packed(rows), None, activations="int8")[:, order]
+        panels.linear(engine, x, packed(shuffled), None, activations="int8"),
+        panels.linear(engine, x, packed(rows), None, activations="int8")[:, order],
     )
 
 

@@ -85,9 +85,41 @@ struct OctavoStep {
     const int64_t* cache_slots;   // [tokens]
     const int32_t* row_start;     // [rows] first position computed
     const int32_t* row_count;     // [rows] tokens computed
-    const int32_t* block_tables;  // [rows, table_stride]
+    const int32_t* block_tables;  // [rows, table_stride], or [slots, table_stride]
+    const int32_t* row_slots;     // [rows] which block table is whose; null: they come by row
+    const int32_t* wanted;        // [num_wanted] ascending: the tokens whose hidden states are wanted; null: all
     int64_t table_stride;
-    int32_t num_tokens, num_rows;
+    int32_t num_tokens, num_rows, num_wanted;
+    int32_t padding;
+};
+
+struct OctavoSlots {  // what is kept of each request between steps, by slot
+    int32_t* tokens;       // [slots, tokens_stride] its tokens so far
+    int32_t* blocks;       // [slots, blocks_stride] its block table
+    const float* numbers;  // [slots, numbers_stride] temperature, top_k, top_p, log(min_p); 1, 0, 1 and -inf are off
+    int64_t tokens_stride, blocks_stride, numbers_stride;
+    int32_t block_size;
+    int32_t padding;
+};
+
+struct OctavoPlan {  // a step, as the core plans it
+    const int32_t *slots, *start, *count;  // [rows]
+    const uint8_t* sample;                 // [rows]
+    const int32_t *table_slots, *table_index, *table_blocks;  // [diffs] new entries of block tables
+    const int32_t* modes;  // [sampled rows] bits: 1 draws at random (else the likeliest token), 2 has filters
+    const int32_t* keys;   // [sampled rows, 2] of the random numbers; null where no row draws
+    int32_t num_rows, num_tokens, num_diffs;
+    int32_t padding;
+};
+
+struct OctavoDraw {  // rows to draw tokens for
+    const float* logits;  // [rows, stride]
+    int64_t stride, vocab;
+    const int32_t *slots, *modes, *keys;
+    const float* numbers;  // as in OctavoSlots
+    int64_t numbers_stride;
+    int32_t rows;
+    int32_t padding;
 };
 
 struct OctavoEngine;  // threads and scratch memory; one call at a time
@@ -115,11 +147,16 @@ EXPORT void octavo_gated_mul(const float* gate_up, int64_t rows, int64_t dim, in
 EXPORT void octavo_attention(OctavoEngine*, const OctavoCache*, const OctavoStep*, const float* q, int64_t ldq, const float* k, int64_t ldk,
                       const float* v, int64_t ldv, float* out);
 
-// The whole forward pass: hidden [tokens, hidden], after the final norm. One OctavoCache a layer.
+// The whole forward pass: hidden [wanted, hidden], after the final norm. One OctavoCache a layer.
 EXPORT void octavo_forward(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoStep*, float* hidden);
 // The same in pieces, for attention that is not ours: begin, then for each layer qkv (rotated) and rest; the last rest fills hidden.
 EXPORT void octavo_begin(OctavoEngine*, const OctavoDecoder*, const OctavoStep*);
 EXPORT void octavo_layer_qkv(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, float* qkv);
 EXPORT void octavo_layer_rest(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, const float* attended, float* hidden);
+// The whole step: block tables, forward pass, logits, tokens. tokens [sampled rows]: also written to their places in the token
+// table; -1 (and 0 in the table) where logits were not usable.
+EXPORT void octavo_step(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoSlots*, const OctavoPlan*, int32_t* tokens);
+// Temperature, min-p, top-k, top-p and a draw, or the likeliest token. tokens [rows].
+EXPORT void octavo_draw(OctavoEngine*, const OctavoDraw*, int32_t* tokens);
 EXPORT void octavo_logits(OctavoEngine*, const OctavoDecoder*, const float* hidden, int64_t rows, float* logits);
 }

@@ -43,8 +43,12 @@ void rotate(const OctavoDecoder& d, const OctavoLayer& l, int64_t position, floa
 
 int64_t qkv_width(const OctavoDecoder& d) { return (int64_t)(d.heads + 2 * d.kv_heads) * d.head_dim; }
 
-void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer, float* hidden) {
+// What follows attention. attended: [tokens, heads * head_dim], whose row of token t is `rows[t]`, or t where `rows` is null.
+void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer, const float* attended, const int32_t* rows, float* hidden) {
     const OctavoLayer& l = d.layers[layer];
+    const int64_t width = (int64_t)d.heads * d.head_dim;
+    e.attended.resize(tokens, width, reads(d, l.out));
+    e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { e.attended.finish(t, attended + (rows ? rows[t] : t) * width); });
     float* block = e.joined.get(tokens * d.hidden);
     multiply(e, l.out, e.attended.view(), block, d.hidden);
     join(e, d, tokens, l.attention_post_norm, l.mlp_norm, reads(d, l.gate_up), nullptr);
@@ -74,9 +78,11 @@ void begin(OctavoEngine& e, const OctavoDecoder& d, const OctavoStep& step) {
     });
 }
 
-// The attended values must lie in e.attended; makes them inputs of the output projection.
-void finish_attended(OctavoEngine& e, int64_t tokens) {
-    e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { e.attended.finish(t); });
+// From here on only the residual streams of these tokens go on: they move to the front.
+void keep_rows(OctavoEngine& e, const OctavoDecoder& d, const int32_t* rows, int64_t count) {
+    float* residual = e.residual.get(0);
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] != i) memcpy(residual + i * d.hidden, residual + rows[i] * d.hidden, (size_t)d.hidden * 4);
 }
 
 }  // namespace
@@ -87,6 +93,7 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
     const int64_t tokens = step->num_tokens, width = qkv_width(d);
     begin(e, d, *step);
     plan_attention(e, caches[0], *step);
+    float* attended = e.attention.get(tokens * d.heads * d.head_dim);
     for (int32_t layer = 0; layer < d.num_layers; layer++) {
         const OctavoLayer& l = d.layers[layer];
         const OctavoCache& cache = caches[layer];
@@ -99,10 +106,10 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
             for (int h = 0; h < d.kv_heads; h++)
                 kernels().store_key_value(cache, step->cache_slots[t], h, keys + h * d.head_dim, keys + (d.kv_heads + h) * d.head_dim);
         });
-        e.attended.resize(tokens, (int64_t)d.heads * d.head_dim, reads(d, l.out));
-        attend_all(e, cache, *step, qkv, width, e.attended.row(0));
-        finish_attended(e, tokens);
-        rest(e, d, tokens, layer, hidden);
+        const bool choose = step->wanted && layer + 1 == d.num_layers;
+        attend_tiles(e, choose ? e.last_tiles : e.tiles, cache, *step, qkv, width, attended);
+        if (choose) keep_rows(e, d, step->wanted, step->num_wanted);
+        rest(e, d, choose ? step->num_wanted : tokens, layer, attended, choose ? step->wanted : nullptr, hidden);
     }
 }
 
@@ -117,13 +124,7 @@ void octavo_layer_qkv(OctavoEngine* engine, const OctavoDecoder* decoder, const 
 }
 
 void octavo_layer_rest(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step, int32_t layer, const float* attended, float* hidden) {
-    OctavoEngine& e = *engine;
-    const OctavoDecoder& d = *decoder;
-    const int64_t tokens = step->num_tokens, width = (int64_t)d.heads * d.head_dim;
-    e.attended.resize(tokens, width, reads(d, d.layers[layer].out));
-    memcpy(e.attended.row(0), attended, (size_t)(tokens * width) * 4);
-    finish_attended(e, tokens);
-    rest(e, d, tokens, layer, hidden);
+    rest(*engine, *decoder, step->num_tokens, layer, attended, nullptr, hidden);
 }
 
 void octavo_logits(OctavoEngine* engine, const OctavoDecoder* decoder, const float* hidden, int64_t rows, float* logits) {

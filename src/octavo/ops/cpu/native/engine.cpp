@@ -99,24 +99,31 @@ void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const Octavo
     // Whole groups where they fit, as all their queries share the keys; for a step too small to fill the threads, smaller tiles.
     int32_t size = group <= MAX_QUERIES ? MAX_QUERIES / group * group : (group + 1) / 2 <= MAX_QUERIES ? (group + 1) / 2 : 4;
     if (step.num_tokens * cache.kv_heads < 2 * engine.pool.threads()) size = 1;
-    engine.tiles.clear();
-    int32_t token = 0;
-    for (int32_t row = 0; row < step.num_rows; row++) {
-        const int32_t queries = step.row_count[row] * group;
+    const auto add = [&](std::vector<TileTask>& tiles, int32_t row, int32_t first_token, int32_t begin, int32_t end) {
         for (int32_t kv_head = 0; kv_head < cache.kv_heads; kv_head++)
-            for (int32_t q = 0; q < queries; q += size)
-                engine.tiles.push_back({row, kv_head, q, queries - q < size ? queries - q : size, token});
-        token += step.row_count[row];
+            for (int32_t q = begin * group; q < end * group; q += size)
+                tiles.push_back({row, kv_head, q, end * group - q < size ? end * group - q : size, first_token});
+    };
+    engine.tiles.clear();
+    engine.last_tiles.clear();
+    int32_t token = 0, w = 0;
+    for (int32_t row = 0; row < step.num_rows; row++) {
+        const int32_t count = step.row_count[row];
+        add(engine.tiles, row, token, 0, count);
+        for (; step.wanted && w < step.num_wanted && step.wanted[w] < token + count; w++)
+            add(engine.last_tiles, row, token, step.wanted[w] - token, step.wanted[w] - token + 1);
+        token += count;
     }
 }
 
-void attend_all(OctavoEngine& engine, const OctavoCache& cache, const OctavoStep& step, const float* q, int64_t ldq, float* out) {
+void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
+                  int64_t ldq, float* out) {
     const int64_t group = cache.heads / cache.kv_heads, width = (int64_t)cache.heads * cache.head_dim;
-    engine.pool.run((int64_t)engine.tiles.size(), 1, [&](int64_t i) {
-        const TileTask& task = engine.tiles[(size_t)i];
+    engine.pool.run((int64_t)tiles.size(), 1, [&](int64_t i) {
+        const TileTask& task = tiles[(size_t)i];
         AttentionTile tile;
         tile.cache = &cache;
-        tile.table = step.block_tables + task.row * step.table_stride;
+        tile.table = step.block_tables + (step.row_slots ? step.row_slots[task.row] : task.row) * step.table_stride;
         tile.kv_head = task.kv_head;
         tile.num_queries = task.num_queries;
         for (int n = 0; n < task.num_queries; n++) {
@@ -179,5 +186,5 @@ void octavo_attention(OctavoEngine* engine, const OctavoCache* cache, const Octa
             kernels().store_key_value(*cache, step->cache_slots[t], h, k + t * ldk + h * cache->head_dim, v + t * ldv + h * cache->head_dim);
     });
     plan_attention(*engine, *cache, *step);
-    attend_all(*engine, *cache, *step, q, ldq, out);
+    attend_tiles(*engine, engine->tiles, *cache, *step, q, ldq, out);
 }

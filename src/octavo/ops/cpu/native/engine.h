@@ -86,8 +86,11 @@ struct OctavoEngine {
     explicit OctavoEngine(int threads) : pool(threads) {}
     Pool pool;
     Inputs hidden, attended, inner, other;
-    Buffer<float> residual, qkv, gate_up, joined;
-    std::vector<TileTask> tiles;
+    Buffer<float> residual, qkv, attention, gate_up, joined, final, logits, scaled, group_numbers, chosen;
+    Buffer<int64_t> token_ids, positions, cache_slots;
+    Buffer<int32_t> wanted;
+    std::vector<TileTask> tiles;  // of all tokens
+    std::vector<TileTask> last_tiles;  // of those that the last layer computes
 };
 
 // How a linear layer reads its inputs if `wanted` (ACTIVATIONS_*) is how the user wants them read.
@@ -101,5 +104,9 @@ inline int64_t token_chunk(const OctavoEngine& engine, int64_t tokens) {
     return chunk > 1 ? chunk : 1;
 }
 
+// The engine's tiles for a step; the same for every layer, as all have the same heads.
 void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const OctavoStep& step);
-void attend_all(OctavoEngine& engine, const OctavoCache& cache, const OctavoStep& step, const float* q, int64_t ldq, float* out);
+// out [tokens, heads * head_dim]: the rows of the tiles' tokens are filled.
+void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
+                  int64_t ldq, float* out);
+void draw_rows(OctavoEngine& engine, const OctavoDraw& draw, int32_t* tokens);

@@ -12,6 +12,7 @@ constexpr int PANEL = 16;        // weight rows side by side
 constexpr int GROUP = 32;        // columns that share a scale
 constexpr int MAX_QUERIES = 6;   // queries of one attention tile: what registers hold
 constexpr int KEY_CHUNK = 256;   // keys between two rescalings of the online softmax, aligned to multiples of itself
+constexpr int DRAW_GROUP = 256;  // vocabulary entries drawn among at once: part of what a seed means
 constexpr int Q4_GROUP_BYTES = PANEL * GROUP / 2 + 2 * PANEL * 2;
 constexpr int Q8_GROUP_BYTES = PANEL * GROUP + PANEL * 2;
 
@@ -64,6 +65,10 @@ struct Kernels {
     void (*gated_mul)(const float* gate, const float* up, int64_t dim, int32_t activation, float* out);
     void (*store_key_value)(const OctavoCache&, int64_t slot, int kv_head, const float* key, const float* value);
     void (*attend)(const AttentionTile&);
+    // Logits over a temperature (`scaled` may be null), the maximum of each 256 of them; false if one is NaN or +inf.
+    bool (*scale_logits)(const float* logits, int64_t count, float temperature, float* scaled, float* maxima);
+    // Sum of exp(x - most) over what is at least `cut`, for each 256.
+    void (*exp_sums)(const float* x, int64_t count, float cut, float most, float* sums);
     void (*finish_logits)(float* logits, int64_t count, float scale, float soft_cap);
 };
 

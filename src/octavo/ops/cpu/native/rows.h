@@ -79,6 +79,56 @@ static void gated_mul(const float* gate, const float* up, int64_t dim, int32_t a
     else gated<gelu_tanh_f>(gate, up, dim, out);
 }
 
+static bool scale_logits(const float* logits, int64_t count, float temperature, float* scaled, float* maxima) {
+    vi usable = splat(-1);
+    for (int64_t g = 0; g * DRAW_GROUP < count; g++) {
+        const int64_t end = (g + 1) * DRAW_GROUP < count ? (g + 1) * DRAW_GROUP : count;
+        vf most = splat(-__builtin_inff());
+        for (int64_t i = g * DRAW_GROUP; i < end; i += W) {
+            vf v;
+            if (i + W <= end) {
+                v = load(logits + i);
+            } else {
+                float lanes[W];
+                for (int lane = 0; lane < W; lane++) lanes[lane] = i + lane < end ? logits[i + lane] : -__builtin_inff();
+                v = load(lanes);
+            }
+            usable &= v < splat(__builtin_inff());
+            if (scaled) {
+                v = v / splat(temperature);
+                if (i + W <= end) {
+                    store(scaled + i, v);
+                } else {
+                    float lanes[W];
+                    store(lanes, v);
+                    memcpy(scaled + i, lanes, (size_t)(end - i) * 4);
+                }
+            }
+            most = max(v, most);
+        }
+        maxima[g] = reduce_max(most);
+    }
+    int32_t lanes[W], all = -1;
+    memcpy(lanes, &usable, sizeof usable);
+    for (int lane = 0; lane < W; lane++) all &= lanes[lane];
+    return all != 0;
+}
+
+static void exp_sums(const float* x, int64_t count, float cut, float most, float* sums) {
+    for (int64_t g = 0; g * DRAW_GROUP < count; g++) {
+        const int64_t end = (g + 1) * DRAW_GROUP < count ? (g + 1) * DRAW_GROUP : count;
+        vf sum = splat(0.0f);
+        for (int64_t i = g * DRAW_GROUP; i < end; i += W) {
+            float lanes[W];
+            for (int lane = 0; lane < W && i + W > end; lane++) lanes[lane] = i + lane < end ? x[i + lane] : -__builtin_inff();
+            vf v = i + W <= end ? load(x + i) : load(lanes);
+            vf e = exp(v - splat(most));
+            sum += select(v >= splat(cut), e, splat(0.0f));
+        }
+        sums[g] = reduce_add(sum);
+    }
+}
+
 static void finish_logits(float* logits, int64_t count, float scale, float cap) {
     int64_t i = 0;
     for (; i < count; i += W) {
