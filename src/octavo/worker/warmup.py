@@ -70,11 +70,13 @@ def made_up_step(counts: list[int], sampling: SamplingParams, *, start: int = 0)
 
 def first_steps(config: EngineConfig) -> list[StepPlan]:
     """A prompt chunk, a chunk with a prefix, and a decode. On a GPU also chunks of the lengths that take different kernels, so that
-    none is compiled while a user waits."""
+    none is compiled while a user waits. Code that was compiled before needs only its scratch memory: one chunk."""
     longest = config.model.max_model_len - 1
     most = min(config.scheduler.max_num_batched_tokens, longest)
     chunk = max(1, min(WARMUP_TOKENS, config.scheduler.max_num_batched_tokens, longest // 2))
     sampling = every_feature(config.model.vocab_size)
+    if config.device.native_kernels:
+        return [made_up_step([chunk], SamplingParams(temperature=0.7, seed=0, max_tokens=2))]
     lengths = [chunk] if config.device.kind == "cpu" else sorted({min(n, most) for n in GPU_CHUNKS})
     plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
     return [
