@@ -110,7 +110,9 @@ def main() -> None:
     parser.add_argument("--openvino-python", default=os.environ.get("OPENVINO_PYTHON", ""), help="Interpreter with openvino-genai.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--engines", nargs="+", help="Only these: octavo, 'octavo int8', transformers, 'llama.cpp Q4_1', 'llama.cpp Q4_0', OpenVINO.")
+    parser.add_argument(
+        "--engines", nargs="+", help="Only these: octavo, 'octavo int8', transformers, 'llama.cpp Q4_1', 'llama.cpp Q4_0', OpenVINO."
+    )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--octavo-settings", default="{}", help="JSON: more settings of LLM(...).")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_peers.json")
@@ -166,7 +168,9 @@ def ratios_of(results: dict[str, Any], batches: list[int]) -> dict[str, Any]:
 def show(results: dict[str, Any], batches: list[int]) -> None:
     print(f"{'tokens/s (decode / overall / prefill)':<64}" + "".join(f"{f'{n} together':>28}" for n in batches) + f"{'start s':>10}")
     for entry in results.values():
-        cells = "".join(f"{entry[str(n)]['decode']:>13.1f} /{entry[str(n)]['overall']:>6.1f} /{entry[str(n)]['prefill']:>5.0f}" for n in batches)
+        cells = "".join(
+            f"{entry[str(n)]['decode']:>13.1f} /{entry[str(n)]['overall']:>6.1f} /{entry[str(n)]['prefill']:>5.0f}" for n in batches
+        )
         print(f"{entry['engine']:<64}{cells}{entry['start_seconds']:>10.1f}")
 
 

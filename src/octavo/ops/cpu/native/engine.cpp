@@ -56,8 +56,8 @@ Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
 // A task is some panels times a block of tokens. A block's inputs stay in the second-level cache, and the tasks that share
 // panels are neighbours, so that weights come from memory once.
 void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo) {
-    constexpr int64_t BLOCK = 128;
-    const int64_t tokens = x.tokens, blocks = ceil_div(tokens, BLOCK), columns = linear.in_features;
+    const int64_t tokens = x.tokens, columns = linear.in_features;
+    const int64_t blocks = ceil_div(tokens, TOKEN_BLOCK), block = blocks ? ceil_div(ceil_div(tokens, blocks), 4) * 4 : 0;  // of one size
     int64_t panels = 0;
     for (int i = 0; i < linear.num_segments; i++) panels += ceil_div(linear.segments[i].rows, PANEL);
     if (!panels || !tokens) return;
@@ -65,7 +65,7 @@ void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activation
     chunk = chunk < 1 ? 1 : chunk > 32 ? 32 : chunk;
     const Kernels& k = kernels();
     engine.pool.run(ceil_div(panels, chunk) * blocks, 1, [&](int64_t task) {
-        const int64_t begin = task % blocks * BLOCK, end = begin + BLOCK < tokens ? begin + BLOCK : tokens;
+        const int64_t begin = task % blocks * block, end = begin + block < tokens ? begin + block : tokens;
         const int64_t first = task / blocks * chunk, last = first + chunk < panels ? first + chunk : panels;
         int64_t segment_panel = 0, row = 0;  // first panel and first output row of the segment
         for (int i = 0; i < linear.num_segments; i++) {

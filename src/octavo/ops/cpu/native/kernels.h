@@ -10,6 +10,7 @@
 
 constexpr int PANEL = 16;        // weight rows side by side
 constexpr int GROUP = 32;        // columns that share a scale
+constexpr int TOKEN_BLOCK = 96;  // most tokens of a panel call: what the caches of a core hold beside a panel
 constexpr int MAX_QUERIES = 6;   // queries of one attention tile: what registers hold
 constexpr int KEY_CHUNK = 256;   // keys between two rescalings of the online softmax, aligned to multiples of itself
 constexpr int DRAW_GROUP = 256;  // vocabulary entries drawn among at once: part of what a seed means
@@ -54,7 +55,7 @@ struct AttentionTile {
 
 struct Kernels {
     bool rounds_q8;  // whether 8-bit weights take 8-bit activations; 4-bit ones do at every level
-    // One panel times tokens [begin, end): out[token * ldo + lane] for `lanes` rows.
+    // One panel times tokens [begin, end), at most TOKEN_BLOCK: out[token * ldo + lane] for `lanes` rows.
     void (*panel)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
                   const float* bias, int lanes);
     void (*embed_row)(int32_t kind, const uint8_t* panel, int lane, int64_t columns, float scale, float* out);

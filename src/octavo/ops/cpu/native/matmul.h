@@ -120,8 +120,9 @@ static void float_group(int32_t kind, const uint8_t* panel, int64_t group, const
 
 // ---- rounded activations: whole-number products within a group, scaled and summed as floats over the groups
 
-struct Scaling {  // of the rows of one group
-    vf scale[VECTORS], minimum[VECTORS];
+// Scales and minima of a group's rows. In memory, and read only after the dot products: these need all registers.
+struct Scaling {
+    alignas(64) float scale[PANEL], minimum[PANEL];
 };
 
 template <int T, bool Q4, bool WIDE, class Weights>
@@ -130,13 +131,17 @@ INLINE void rounded_tile(const Weights& weights, const Scaling& s, const Activat
     for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : -128 * a.counts[at + t]);
     if constexpr (WIDE) add_16<T>(weights, (const int16_t*)a.rounded + at * GROUP, dots);
     else add_8<T>(weights, (const int8_t*)a.rounded + at * GROUP, dots);
-    for (int t = 0; t < T; t++)
-        for (int v = 0; v < VECTORS; v++) {
+    const Scaling* now = &s;
+    asm volatile("" : "+r"(now));
+    for (int v = 0; v < VECTORS; v++) {
+        const vf scale = load(now->scale + v * W), minimum = load(now->minimum + v * W);
+        for (int t = 0; t < T; t++) {
             float* sum = sums + t * PANEL + v * W;
-            vf acc = fma(dots.whole(t, v), s.scale[v] * splat(a.scales[at + t]), load(sum));
-            if (Q4) acc = fma(s.minimum[v], splat(a.sums[at + t]), acc);
+            vf acc = fma(dots.whole(t, v), scale * splat(a.scales[at + t]), load(sum));
+            if (Q4) acc = fma(minimum, splat(a.sums[at + t]), acc);
             store(sum, acc);
         }
+    }
 }
 
 template <bool Q4, bool WIDE, class Weights>
@@ -163,8 +168,8 @@ INLINE void rounded_group(const uint8_t* panel, int64_t group, const Activations
         const uint16_t* narrow = (const uint16_t*)(g + (Q4 ? 256 : 512));
         Scaling s;
         for (int v = 0; v < VECTORS; v++) {
-            s.scale[v] = load(narrow + v * W);
-            s.minimum[v] = Q4 ? load(narrow + PANEL + v * W) : splat(0.0f);
+            store(s.scale + v * W, load(narrow + v * W));
+            if (Q4) store(s.minimum + v * W, load(narrow + PANEL + v * W));
         }
         const int64_t at = group * a.tokens + begin;
         if (tokens < UNPACK_FROM) return rounded_tiles<Q4, WIDE>(Packed<Q4>{g}, s, a, at, tokens, sums);
@@ -194,22 +199,18 @@ static void write_panel(const float* sums, int64_t tokens, float* out, int64_t l
     }
 }
 
-constexpr int64_t TOKEN_BLOCK = 64;  // tokens whose sums of a panel stay in the first-level cache
-
 static void panel(int32_t kind, const uint8_t* panel, const Activations& a, int64_t begin, int64_t end, float* out, int64_t ldo,
                   const float* bias, int lanes) {
     alignas(64) float sums[TOKEN_BLOCK * PANEL];
     const bool rounded = a.rounding != ROUND_NOT && (kind == KIND_Q4 || kind == KIND_Q8);
-    for (int64_t first = begin; first < end; first += TOKEN_BLOCK) {
-        const int64_t tokens = end - first < TOKEN_BLOCK ? end - first : TOKEN_BLOCK;
-        memset(sums, 0, (size_t)tokens * PANEL * 4);
-        for (int64_t g = 0; g < a.groups; g++) {
-            if (!rounded) float_group(kind, panel, g, a, first, tokens, sums);
-            else if (kind == KIND_Q4) rounded_group<true>(panel, g, a, first, tokens, sums);
-            else rounded_group<false>(panel, g, a, first, tokens, sums);
-        }
-        write_panel(sums, tokens, out + first * ldo, ldo, bias, lanes);
+    const int64_t tokens = end - begin;
+    memset(sums, 0, (size_t)tokens * PANEL * 4);
+    for (int64_t g = 0; g < a.groups; g++) {
+        if (!rounded) float_group(kind, panel, g, a, begin, tokens, sums);
+        else if (kind == KIND_Q4) rounded_group<true>(panel, g, a, begin, tokens, sums);
+        else rounded_group<false>(panel, g, a, begin, tokens, sums);
     }
+    write_panel(sums, tokens, out + begin * ldo, ldo, bias, lanes);
 }
 
 }  // namespace LEVEL
