@@ -53,7 +53,8 @@ class Worker:
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched] = deque()
         self._phases: list[Phase] = []
-        torch.set_num_threads(config.device.threads)
+        # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
+        torch.set_num_threads(1 if config.device.native_kernels else config.device.threads)
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
