@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.cli.bench.results import environment, write_json
 from octavo.config.device import usable_cores
+from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi, panels
 from octavo.ops.packed import EncodedRows, LinearWeight, PanelWeight
 from octavo.ops.registry import load_ops
@@ -61,17 +63,19 @@ def matmuls(threads: int, rounds: int) -> dict[str, dict[str, float]]:
     for tokens in (1, 8, 32, 128):
         inputs = {k: torch.randn(tokens, k) for k in (576, 1536)}
 
-        def native(int8: bool, inputs: dict[int, torch.Tensor] = inputs) -> None:
+        def native(activations: CpuActivations, inputs: dict[int, torch.Tensor] = inputs) -> None:
             for layer in layers:
-                for i, weight in enumerate(layer):  # the first is qkv, which reads float32 always
-                    panels.linear(engine, inputs[weight.in_features], weight, None, int8=int8 and i > 0)
-            panels.linear(engine, inputs[576], head, None, int8=int8)
+                for i, weight in enumerate(layer):  # the first is qkv, which never takes 8 bits
+                    qkv = "int16" if activations == "int8" and i == 0 else activations
+                    panels.linear(engine, inputs[weight.in_features], weight, None, activations=qkv)
+            panels.linear(engine, inputs[576], head, None, activations=activations)
 
         def plain(inputs: dict[int, torch.Tensor] = inputs) -> None:
             for weight in dense:
                 ops.linear(inputs[weight.in_features], weight, None)
 
-        contenders = {"native int8": lambda: native(True), "native float32": lambda: native(False), "torch float32": plain}
+        contenders: dict[str, Callable[[], None]] = {f"native {a}": partial(native, a) for a in abi.READ_AS}
+        contenders["torch float32"] = plain
         results[str(tokens)] = best_of(contenders, rounds)
     return results
 

@@ -1,1 +1,1 @@
-"""Drivers of the engines that cpu_throughput.py compares; each runs in a process of its own."""
+"""Drivers of the engines that cpu_peers.py compares; each runs in a process of its own."""

@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface, parallel sequences in one context. Run by cpu_throughput.py with an interpreter that has
+"""llama.cpp through its C interface, parallel sequences in one context. Run by cpu_peers.py with an interpreter that has
 llama-cpp-python: JSON jobs on stdin, JSON results on stdout (as transformers_generate.py).
 
 Arguments: gguf file, ignored, threads, {"requantize": "Q4_0" or "", "cache": folder}. Imports nothing of Octavo.

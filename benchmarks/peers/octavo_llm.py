@@ -1,4 +1,4 @@
-"""Octavo's offline `LLM`. Run by cpu_throughput.py: JSON jobs on stdin, JSON results on stdout (as transformers_generate.py)."""
+"""Octavo's offline `LLM`. Run by cpu_peers.py: JSON jobs on stdin, JSON results on stdout (as transformers_generate.py)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ def main() -> None:
     from octavo import LLM, SamplingParams, __version__
 
     model, _, threads, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+    activations = settings.get("cpu_activations", "int16")
     with LLM(model, threads=threads, device="cpu", **settings) as llm:
-        print(json.dumps({"ready": True, "engine": f"Octavo {__version__}, the file as it is"}), flush=True)
+        print(json.dumps({"ready": True, "engine": f"Octavo {__version__}, the file as it is, {activations} activations"}), flush=True)
         for line in sys.stdin:
             job = json.loads(line)
             params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""transformers' `generate` on one padded batch, float32. Run by cpu_throughput.py: JSON jobs on stdin, JSON results on stdout.
+"""transformers' `generate` on one padded batch, float32. Run by cpu_peers.py: JSON jobs on stdin, JSON results on stdout.
 
 A job is {"prompts": [[ids]], "max_tokens": n}; all prompts of a job have one length. The model is the bundled file's weights,
 converted once to a folder outside the repository.

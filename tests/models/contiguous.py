@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.attention.base import LayerSpec
+from octavo.config.types import CpuActivations
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.cpu import abi
@@ -46,12 +47,12 @@ class ContiguousAttend:
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
 
-def load(path: Path | str, *, ops: str = "cpu", int8_activations: bool = False, **config: Any) -> Model:
+def load(path: Path | str, *, ops: str = "cpu", activations: CpuActivations = "float32", **config: Any) -> Model:
     """A model on the CPU."""
     if ops == "native" and abi.library() is None:
         pytest.skip("the compiled kernels were not built")
     resolved = config_for(path, **config)
-    resolved = replace(resolved, device=replace(resolved.device, int8_activations=int8_activations))
+    resolved = replace(resolved, device=replace(resolved.device, activations=activations))
     return load_model(resolved, load_ops(ops), torch.device("cpu"), lambda *_: None)
 
 

@@ -82,7 +82,8 @@ class NativeCpuAttention:
             )
             for spec, keys, values in zip(layers, self._keys, self._values, strict=True)
         ]
-        self._caches: ctypes.Array[Any] = abi.array_of(abi.Cache, described)
+        self.caches: ctypes.Array[Any] = abi.array_of(abi.Cache, described)
+        """By layer; points into this object's tensors."""
         self._engine = functools.cache(lambda: abi.Engine(threads))
 
     @staticmethod
@@ -105,7 +106,7 @@ class NativeCpuAttention:
             num_tokens=batch.num_tokens,
             num_rows=len(batch.cpu_count),
         )
-        return PagedStep(step, self._caches, _Owned(tensors, arrays), self._engine)
+        return PagedStep(step, self.caches, _Owned(tensors, arrays), self._engine)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         for cache in (*self._keys, *self._values):

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from octavo.config.args import EngineArgs
 from octavo.config.sizes import parse_size
@@ -17,6 +17,7 @@ from octavo.config.types import (
     AttentionName,
     CacheConfig,
     CacheDTypeName,
+    CpuActivations,
     DeviceInfo,
     DTypeName,
     EngineConfig,
@@ -258,7 +259,7 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings:
                 "running on torch's, which are several times slower."
             )
     native = usable and bool(device.native_kernels)
-    return dataclasses.replace(device, native_kernels=native, int8_activations=args.cpu_activations == "int8")
+    return dataclasses.replace(device, native_kernels=native, activations=cast(CpuActivations, args.cpu_activations))
 
 
 def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheConfig:

@@ -11,6 +11,10 @@ CacheDTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn"]
 AttentionName = Literal["auto", "triton", "flashinfer", "torch"]
 
 
+CpuActivations = Literal["float32", "int16", "int8"]
+"""What compiled CPU kernels multiply 4- and 8-bit weights with: as computed, or rounded with a scale for each 32 numbers."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
     """What there is to run on. Detected once by device.py."""
@@ -24,8 +28,8 @@ class DeviceInfo:
     """CUDA compute capability."""
     native_kernels: bool | None = None
     """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
-    int8_activations: bool = True
-    """The compiled kernels round the inputs of layers with 4- and 8-bit weights to 8 bits."""
+    activations: CpuActivations = "int16"
+    """Of the compiled kernels."""
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from octavo.attention.base import Attend
+from octavo.config.types import CpuActivations
 from octavo.layers.rope import cos_sin_table
 from octavo.models.decoder import Decoder, Model, Weights
 from octavo.models.spec import ModelSpec
 from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
-from octavo.ops.registry import Ops
+from octavo.ops.registry import Draw, Ops
+
+if TYPE_CHECKING:
+    from octavo.attention.native_cpu import NativeCpuAttention
+    from octavo.ops.cpu.steps import CpuSteps, SlotMemory
 
 
 def build_decoder(
-    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, int8_activations: bool = True
+    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, activations: CpuActivations = "int16"
 ) -> Model:
     """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
 
     Args:
         max_length: the longest sequence served; positions are below it.
-        threads, int8_activations: see `ops.program.CompileDecoder`.
+        threads, activations: see `ops.program.CompileDecoder`.
     """
     if ops.decoder is None:
         return Decoder(spec, weights, ops, max_length=max_length)
-    return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, int8_activations=int8_activations)
+    return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, activations=activations)
 
 
 class CompiledDecoder:
@@ -32,18 +39,17 @@ class CompiledDecoder:
     capturable = False
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, int8_activations: bool
+        self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, activations: CpuActivations
     ) -> None:
         self.spec = spec
         self.layer_specs = spec.layer_specs
         self.weights_bytes = weights.nbytes
         self.kv_scales = weights.kv_scales
-        self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, int8_activations=int8_activations)
+        self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, activations=activations)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Model.forward`; all tokens go through the last layer."""
-        hidden = self._compiled.forward(token_ids, positions, attend)
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+        """See `Model.forward`."""
+        return self._compiled.forward(token_ids, positions, attend, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
@@ -52,6 +58,15 @@ class CompiledDecoder:
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: the kernels make float32 anyway."""
         return self._compiled.logits(hidden)
+
+    @property
+    def draw(self) -> Draw:
+        """See `ops.program.CompiledDecoder`."""
+        return self._compiled.draw
+
+    def steps(self, attention: NativeCpuAttention, memory: SlotMemory) -> CpuSteps:
+        """Whole steps over the attention's KV cache."""
+        return self._compiled.steps(attention.caches, memory)
 
 
 def compilable(spec: ModelSpec) -> bool:

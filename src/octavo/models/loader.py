@@ -79,7 +79,7 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             ops,
             max_length=model.max_model_len,
             threads=config.device.threads,
-            int8_activations=config.device.int8_activations,
+            activations=config.device.activations,
         )
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from octavo.config.types import CpuActivations
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
 
 if TYPE_CHECKING:
-    from octavo.ops.registry import Activation
+    from octavo.ops.cpu.steps import CpuSteps, SlotMemory
+    from octavo.ops.registry import Activation, Draw
 
 AttendLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim]: `attention.Attend`."""
@@ -68,8 +70,10 @@ class DecoderProgram:
 class CompiledDecoder(Protocol):
     """A program that is ready to run."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer) -> torch.Tensor:
-        """[tokens] int64, [tokens] int64 -> [tokens, hidden] float32, after the final norm.
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[tokens] int64, [tokens] int64 -> [tokens, hidden] float32, after the final norm; or [wanted, hidden] for the tokens asked for.
 
         Attention of the same device is fused into the pass, and brings the token ids and positions of its step itself.
         """
@@ -77,13 +81,23 @@ class CompiledDecoder(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocab] float32."""
 
+    @property
+    def draw(self) -> Draw:
+        """The last stages of the sampler, on the same threads."""
+
+    def steps(self, caches: Any, memory: SlotMemory) -> CpuSteps:
+        """Whole steps over the KV cache of the same device's attention.
+
+        Args:
+            caches: what that attention describes its cache with; kept alive by the caller.
+        """
+
 
 class CompileDecoder(Protocol):
-    def __call__(self, program: DecoderProgram, *, threads: int, int8_activations: bool) -> CompiledDecoder:
+    def __call__(self, program: DecoderProgram, *, threads: int, activations: CpuActivations) -> CompiledDecoder:
         """
         Args:
-            int8_activations: inputs of layers with 4- and 8-bit weights are rounded to 8 bits, with a scale for each 32
-                numbers; False keeps them float32.
+            activations: how inputs of layers with 4- and 8-bit weights are rounded.
         """
 
 

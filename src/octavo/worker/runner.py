@@ -30,6 +30,7 @@ from octavo.worker.slots import SlotTables
 
 if TYPE_CHECKING:
     from octavo.worker.graphs import Captured, StepGraphs
+    from octavo.worker.native_steps import NativeSteps
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Runner:
         sampler_state: SamplerState,
         sampler: Sampler,
         graphs: StepGraphs | None = None,
+        native: NativeSteps | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -108,6 +110,7 @@ class Runner:
         self._state = sampler_state
         self._sampler = sampler
         self._graphs = graphs
+        self._native = native
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -119,6 +122,11 @@ class Runner:
         clock = StepClock(self._tables.device)
         slots = plan.slots[plan.sample]
         self._seat(plan)
+        if self._native is not None and self._native.fitting(plan):
+            self._copy_blocks(plan)
+            tokens = self._native.launch(plan)
+            clock.stop()
+            return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
         captured = None if self._graphs is None else self._graphs.fitting(plan)
         if self._graphs is not None and captured is not None:
             if plan.init:

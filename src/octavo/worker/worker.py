@@ -17,9 +17,10 @@ from octavo.attention.base import AttentionBackend, GraphAttention, GraphShape
 from octavo.attention.select import attention_class, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
+from octavo.models.compiled import CompiledDecoder
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
-from octavo.ops.registry import Ops, load_ops
+from octavo.ops.registry import Draw, Ops, load_ops
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
@@ -43,6 +44,7 @@ from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_
 
 if TYPE_CHECKING:
     from octavo.worker.graphs import StepGraphs
+    from octavo.worker.native_steps import NativeSteps
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class Worker:
         """Shapes to capture in gaps."""
         self._next_capture = 0.0
         """When a busy worker may capture again."""
-        torch.set_num_threads(config.device.threads)
+        # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
+        torch.set_num_threads(1 if config.device.native_kernels else config.device.threads)
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
@@ -88,7 +91,7 @@ class Worker:
             self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device)
             self._state = SamplerState(scheduler.max_num_seqs, self._device)
             processed = config.model.logprobs_mode == "processed_logprobs"
-            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._ops.draw)
+            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._draw())
         with self._phase("memory"):
             bytes_per_block = attention_class(config, layers).bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
@@ -99,7 +102,7 @@ class Worker:
         with self._phase("graphs"):
             self._graphs = self._make_graphs(self._attention, self._to_capture.shapes)
             self._capture(progress, defer=defer_graphs)
-        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs)
+        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs, self._native_steps())
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -169,6 +172,21 @@ class Worker:
             gc.unfreeze()
             gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
+
+    def _draw(self) -> Draw | None:
+        """The fused end of the sampler, if the model or the device brings one."""
+        return self._model.draw if isinstance(self._model, CompiledDecoder) else self._ops.draw
+
+    def _native_steps(self) -> NativeSteps | None:
+        """Whole steps in compiled code; None where the model is not compiled, or its attention is another's."""
+        if not isinstance(self._model, CompiledDecoder):
+            return None
+        from octavo.attention.native_cpu import NativeCpuAttention
+        from octavo.worker.native_steps import NativeSteps
+
+        if not isinstance(self._attention, NativeCpuAttention):
+            return None
+        return NativeSteps(self._model, self._attention, self._tables, self._state)
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""

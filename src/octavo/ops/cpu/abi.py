@@ -6,17 +6,19 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 
 from octavo.config.device import native_kernels_path
+from octavo.config.types import CpuActivations
 from octavo.ops.packed import PanelKind, PanelWeight
 from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 1
+ABI: Final = 2
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
 SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "F32": (0, "f32"),
@@ -28,6 +30,8 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
 }
 """How rows are stored -> (code, the kind of panel they become)."""
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+READ_AS: Final[dict[CpuActivations, int]] = {"float32": 0, "int16": 1, "int8": 2}
+"""What packed weights are multiplied with."""
 LEVELS: Final = ("portable", "avx2", "avx512", "neon")
 
 
@@ -70,7 +74,7 @@ class Decoder(ctypes.Structure):
         ("cos_sin", c_void_p),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "vocab")),
         ("activation", c_int32),
-        ("int8_activations", c_int32),
+        ("activations", c_int32),
         *((name, c_float) for name in ("norm_eps", "embedding_scale", "residual_multiplier", "logit_scale", "logit_soft_cap")),
         ("padding", c_int32),
     ]
@@ -93,9 +97,47 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("token_ids", "positions", "cache_slots", "row_start", "row_count", "block_tables")),
+        ("row_slots", c_void_p),
+        ("wanted", c_void_p),
         ("table_stride", c_int64),
-        ("num_tokens", c_int32),
-        ("num_rows", c_int32),
+        *((name, c_int32) for name in ("num_tokens", "num_rows", "num_wanted", "padding")),
+    ]
+
+
+class Slots(ctypes.Structure):
+    """What is kept of each request between steps, by slot."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "blocks", "numbers")),
+        *((name, c_int64) for name in ("tokens_stride", "blocks_stride", "numbers_stride")),
+        ("block_size", c_int32),
+        ("padding", c_int32),
+    ]
+
+
+class Plan(ctypes.Structure):
+    """A step, as the core plans it."""
+
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("slots", "start", "count", "sample", "table_slots", "table_index", "table_blocks", "modes", "keys")
+        ),
+        *((name, c_int32) for name in ("num_rows", "num_tokens", "num_diffs", "padding")),
+    ]
+
+
+class Draw(ctypes.Structure):
+    """Rows to draw tokens for."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab", c_int64),
+        *((name, c_void_p) for name in ("slots", "modes", "keys", "numbers")),
+        ("numbers_stride", c_int64),
+        ("rows", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -117,6 +159,8 @@ _SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
     "octavo_begin": (None, [c_void_p] * 3),
     "octavo_layer_qkv": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
     "octavo_layer_rest": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+    "octavo_step": (None, [c_void_p] * 6),
+    "octavo_draw": (None, [c_void_p] * 3),
     "octavo_logits": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
 }
 
@@ -160,6 +204,12 @@ class Engine:
 def pointer(tensor: torch.Tensor | None) -> int | None:
     """The address of a tensor's first element; null for None."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
+    """Of an array's first element."""
+    found: int = array.ctypes.data
+    return found
 
 
 def describe_linear(weight: PanelWeight, bias: torch.Tensor | None = None) -> Linear:

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi
 from octavo.ops.cpu.paged import PagedStep
+from octavo.ops.cpu.steps import CpuSteps, SlotMemory, draw_tokens
 from octavo.ops.program import AttendLayer, DecoderProgram, LayerProgram
+from octavo.ops.registry import DrawRows
 
 
 class CpuDecoder:
     """Implements `ops.program.CompiledDecoder`. Not thread-safe: scratch memory is shared by all calls."""
 
-    def __init__(self, program: DecoderProgram, *, threads: int, int8_activations: bool) -> None:
+    def __init__(self, program: DecoderProgram, *, threads: int, activations: CpuActivations) -> None:
         self._program = program
         self._library = abi.loaded()
         self._engine = abi.Engine(threads)
@@ -35,7 +38,7 @@ class CpuDecoder:
             inner=program.inner,
             vocab=program.vocab,
             activation=abi.ACTIVATIONS[program.activation],
-            int8_activations=int(int8_activations),
+            activations=abi.READ_AS[activations],
             norm_eps=program.norm_eps,
             embedding_scale=program.embedding_scale,
             residual_multiplier=program.residual_multiplier,
@@ -43,13 +46,20 @@ class CpuDecoder:
             logit_soft_cap=program.logit_soft_cap or 0.0,
         )
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `ops.program.CompiledDecoder`."""
-        hidden = torch.empty(token_ids.shape[0], self._program.hidden)
-        if isinstance(attend, PagedStep):
-            self._library.octavo_forward(*self._arguments(attend.caches, attend.step), hidden.data_ptr())
-        else:
+        if not isinstance(attend, PagedStep):
+            hidden = torch.empty(token_ids.shape[0], self._program.hidden)
             self._layer_by_layer(token_ids.contiguous(), positions.contiguous(), attend, hidden)
+            return hidden if wanted is None else hidden.index_select(0, wanted)
+        step = abi.Step.from_buffer_copy(attend.step)
+        if wanted is not None:
+            wanted = wanted.to(torch.int32).contiguous()
+            step.wanted, step.num_wanted = wanted.data_ptr(), len(wanted)
+        hidden = torch.empty(token_ids.shape[0] if wanted is None else len(wanted), self._program.hidden)
+        self._library.octavo_forward(*self._arguments(attend.caches, step), hidden.data_ptr())
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -58,6 +68,23 @@ class CpuDecoder:
         out = torch.empty(hidden.shape[0], self._program.vocab)
         self._library.octavo_logits(*self._arguments(), hidden.data_ptr(), hidden.shape[0], out.data_ptr())
         return out
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: DrawRows,
+        numbers: torch.Tensor,
+        out: torch.Tensor,
+        token_table: torch.Tensor | None = None,
+        *,
+        filters: bool = True,
+    ) -> None:
+        """See `ops.registry.Draw`."""
+        draw_tokens(self._engine, logits, rows, numbers, out, token_table)
+
+    def steps(self, caches: ctypes.Array[abi.Cache], memory: SlotMemory) -> CpuSteps:
+        """Whole steps over a KV cache, which the caller keeps alive."""
+        return CpuSteps(self._engine, self._decoder, caches, memory, self)
 
     def _arguments(self, *structures: Any) -> tuple[Any, ...]:
         """The engine, the decoder and what else a call takes by reference."""

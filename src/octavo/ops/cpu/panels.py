@@ -7,7 +7,8 @@ import ctypes
 import numpy as np
 import torch
 
-from octavo.ops.cpu.abi import KINDS, SOURCES, Engine, describe_linear, loaded
+from octavo.config.types import CpuActivations
+from octavo.ops.cpu.abi import KINDS, READ_AS, SOURCES, Engine, describe_linear, loaded
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
 
 
@@ -33,12 +34,12 @@ def pack_rows(rows: EncodedRows) -> Panels:
     return Panels(kind, count, packed)
 
 
-def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, *, int8: bool) -> torch.Tensor:
+def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, *, activations: CpuActivations) -> torch.Tensor:
     """x @ weight.T + bias, one layer by itself.
 
     Args:
         x: [tokens, in_features] float32; its rows may be strided.
-        int8: round x to 8 bits for q4 and q8 weights, with a scale for each 32 columns of a token.
+        activations: how x is rounded for q4 and q8 weights, with a scale for each 32 columns of a token.
 
     Returns:
         [tokens, out_features] float32
@@ -46,7 +47,7 @@ def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Ten
     out = torch.empty(x.shape[0], weight.out_features)
     described = describe_linear(weight, bias)
     loaded().octavo_linear(
-        engine.handle, ctypes.byref(described), x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0), int(int8)
+        engine.handle, ctypes.byref(described), x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0), READ_AS[activations]
     )
     return out
 

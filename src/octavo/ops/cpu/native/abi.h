@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 1
+#define OCTAVO_ABI 2
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -23,6 +23,12 @@ enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are pack
     SOURCE_Q4_0 = 3,
     SOURCE_Q4_1 = 4,
     SOURCE_Q8_0 = 5,
+};
+
+enum OctavoActivations : int32_t {  // what packed weights are multiplied with
+    ACTIVATIONS_FLOAT32 = 0,
+    ACTIVATIONS_INT16 = 1,  // rounded in groups of 32 columns
+    ACTIVATIONS_INT8 = 2,
 };
 
 enum OctavoActivation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2 };
@@ -59,7 +65,7 @@ struct OctavoDecoder {
     const float* cos_sin;     // [positions, rotary_dim]
     int32_t num_layers, hidden, heads, kv_heads, head_dim, rotary_dim, inner, vocab;
     int32_t activation;
-    int32_t int8_activations;
+    int32_t activations;
     float norm_eps, embedding_scale, residual_multiplier, logit_scale, logit_soft_cap;
     int32_t padding;
 };
@@ -79,9 +85,41 @@ struct OctavoStep {
     const int64_t* cache_slots;   // [tokens]
     const int32_t* row_start;     // [rows] first position computed
     const int32_t* row_count;     // [rows] tokens computed
-    const int32_t* block_tables;  // [rows, table_stride]
+    const int32_t* block_tables;  // [rows, table_stride], or [slots, table_stride]
+    const int32_t* row_slots;     // [rows] which block table is whose; null: they come by row
+    const int32_t* wanted;        // [num_wanted] ascending: the tokens whose hidden states are wanted; null: all
     int64_t table_stride;
-    int32_t num_tokens, num_rows;
+    int32_t num_tokens, num_rows, num_wanted;
+    int32_t padding;
+};
+
+struct OctavoSlots {  // what is kept of each request between steps, by slot
+    int32_t* tokens;       // [slots, tokens_stride] its tokens so far
+    int32_t* blocks;       // [slots, blocks_stride] its block table
+    const float* numbers;  // [slots, numbers_stride] temperature, top_k, top_p, log(min_p); 1, 0, 1 and -inf are off
+    int64_t tokens_stride, blocks_stride, numbers_stride;
+    int32_t block_size;
+    int32_t padding;
+};
+
+struct OctavoPlan {  // a step, as the core plans it
+    const int32_t *slots, *start, *count;  // [rows]
+    const uint8_t* sample;                 // [rows]
+    const int32_t *table_slots, *table_index, *table_blocks;  // [diffs] new entries of block tables
+    const int32_t* modes;  // [sampled rows] bits: 1 draws at random (else the likeliest token), 2 has filters
+    const int32_t* keys;   // [sampled rows, 2] of the random numbers; null where no row draws
+    int32_t num_rows, num_tokens, num_diffs;
+    int32_t padding;
+};
+
+struct OctavoDraw {  // rows to draw tokens for
+    const float* logits;  // [rows, stride]
+    int64_t stride, vocab;
+    const int32_t *slots, *modes, *keys;
+    const float* numbers;  // as in OctavoSlots
+    int64_t numbers_stride;
+    int32_t rows;
+    int32_t padding;
 };
 
 struct OctavoEngine;  // threads and scratch memory; one call at a time
@@ -99,7 +137,7 @@ EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
 // Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.
 EXPORT void octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
 
-EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t int8);
+EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
 EXPORT void octavo_embedding(const OctavoLinear*, const int64_t* ids, int64_t tokens, float* out);
 EXPORT void octavo_rms_norm(const float* x, int64_t ldx, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int64_t ldo);
 EXPORT void octavo_rope(float* x, int64_t ldx, int64_t tokens, int64_t heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim);
@@ -109,11 +147,16 @@ EXPORT void octavo_gated_mul(const float* gate_up, int64_t rows, int64_t dim, in
 EXPORT void octavo_attention(OctavoEngine*, const OctavoCache*, const OctavoStep*, const float* q, int64_t ldq, const float* k, int64_t ldk,
                       const float* v, int64_t ldv, float* out);
 
-// The whole forward pass: hidden [tokens, hidden], after the final norm. One OctavoCache a layer.
+// The whole forward pass: hidden [wanted, hidden], after the final norm. One OctavoCache a layer.
 EXPORT void octavo_forward(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoStep*, float* hidden);
 // The same in pieces, for attention that is not ours: begin, then for each layer qkv (rotated) and rest; the last rest fills hidden.
 EXPORT void octavo_begin(OctavoEngine*, const OctavoDecoder*, const OctavoStep*);
 EXPORT void octavo_layer_qkv(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, float* qkv);
 EXPORT void octavo_layer_rest(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, const float* attended, float* hidden);
+// The whole step: block tables, forward pass, logits, tokens. tokens [sampled rows]: also written to their places in the token
+// table; -1 (and 0 in the table) where logits were not usable.
+EXPORT void octavo_step(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoSlots*, const OctavoPlan*, int32_t* tokens);
+// Temperature, min-p, top-k, top-p and a draw, or the likeliest token. tokens [rows].
+EXPORT void octavo_draw(OctavoEngine*, const OctavoDraw*, int32_t* tokens);
 EXPORT void octavo_logits(OctavoEngine*, const OctavoDecoder*, const float* hidden, int64_t rows, float* logits);
 }

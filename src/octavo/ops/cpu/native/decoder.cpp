@@ -5,9 +5,13 @@
 
 namespace {
 
-// The query, key and value projections always read float32: they are a sixth of a layer's work, and rounding their inputs makes
-// half of all the error that rounding makes (see docs/performance.md).
-bool rounds(const OctavoDecoder& d, const OctavoLinear& next) { return reads_rounded(next, d.int8_activations); }
+Reading reads(const OctavoDecoder& d, const OctavoLinear& linear) { return reading_of(linear, d.activations); }
+
+// Rounding the inputs of the query, key and value projections to 8 bits makes half of all the error that such rounding makes, and
+// they are a sixth of a layer's work (see docs/performance.md): they take 16 bits.
+Reading reads_qkv(const OctavoDecoder& d, const OctavoLinear& qkv) {
+    return reading_of(qkv, d.activations == ACTIVATIONS_INT8 ? ACTIVATIONS_INT16 : d.activations);
+}
 
 void norm_or_copy(const OctavoDecoder& d, const float* residual, const float* norm, float* out) {
     if (norm) kernels().rms_norm(residual, norm, d.norm_eps, d.hidden, out);
@@ -15,16 +19,16 @@ void norm_or_copy(const OctavoDecoder& d, const float* residual, const float* no
 }
 
 // Add a block's output to the residual stream, and make what the next block reads, in `hidden` if that is not null.
-void join(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, const float* post_norm, const float* next_norm, bool rounded, float* hidden) {
+void join(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, const float* post_norm, const float* next_norm, Reading next, float* hidden) {
     float* residual = e.residual.get(tokens * d.hidden);
     float* block = e.joined.get(tokens * d.hidden);
-    e.hidden.resize(tokens, d.hidden, rounded);
+    e.hidden.resize(tokens, d.hidden, next);
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
         float *x = block + t * d.hidden, *stream = residual + t * d.hidden;
         if (post_norm) kernels().rms_norm(x, post_norm, d.norm_eps, d.hidden, x);
         kernels().add(x, d.residual_multiplier, d.hidden, stream);
         norm_or_copy(d, stream, next_norm, hidden ? hidden + t * d.hidden : e.hidden.row(t));
-        if (!hidden) e.hidden.round(t);
+        if (!hidden) e.hidden.finish(t);
     });
 }
 
@@ -39,38 +43,46 @@ void rotate(const OctavoDecoder& d, const OctavoLayer& l, int64_t position, floa
 
 int64_t qkv_width(const OctavoDecoder& d) { return (int64_t)(d.heads + 2 * d.kv_heads) * d.head_dim; }
 
-void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer, float* hidden) {
+// What follows attention. attended: [tokens, heads * head_dim], whose row of token t is `rows[t]`, or t where `rows` is null.
+void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer, const float* attended, const int32_t* rows, float* hidden) {
     const OctavoLayer& l = d.layers[layer];
+    const int64_t width = (int64_t)d.heads * d.head_dim;
+    e.attended.resize(tokens, width, reads(d, l.out));
+    e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { e.attended.finish(t, attended + (rows ? rows[t] : t) * width); });
     float* block = e.joined.get(tokens * d.hidden);
-    multiply(e, l.out, e.attended.view(), tokens, block, d.hidden, d.int8_activations);
-    join(e, d, tokens, l.attention_post_norm, l.mlp_norm, rounds(d, l.gate_up), nullptr);
+    multiply(e, l.out, e.attended.view(), block, d.hidden);
+    join(e, d, tokens, l.attention_post_norm, l.mlp_norm, reads(d, l.gate_up), nullptr);
 
     float* gate_up = e.gate_up.get(tokens * 2 * d.inner);
-    multiply(e, l.gate_up, e.hidden.view(), tokens, gate_up, 2 * d.inner, d.int8_activations);
-    e.inner.resize(tokens, d.inner, rounds(d, l.down));
+    multiply(e, l.gate_up, e.hidden.view(), gate_up, 2 * d.inner);
+    e.inner.resize(tokens, d.inner, reads(d, l.down));
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
         const float* gate = gate_up + t * 2 * d.inner;
         kernels().gated_mul(gate, gate + d.inner, d.inner, d.activation, e.inner.row(t));
-        e.inner.round(t);
+        e.inner.finish(t);
     });
-    multiply(e, l.down, e.inner.view(), tokens, block, d.hidden, d.int8_activations);
+    multiply(e, l.down, e.inner.view(), block, d.hidden);
     const bool last = layer + 1 == d.num_layers;
-    join(e, d, tokens, l.mlp_post_norm, last ? d.final_norm : d.layers[layer + 1].attention_norm, false, last ? hidden : nullptr);
+    const OctavoLayer& next = d.layers[last ? layer : layer + 1];
+    join(e, d, tokens, l.mlp_post_norm, last ? d.final_norm : next.attention_norm, reads_qkv(d, next.qkv), last ? hidden : nullptr);
 }
 
 void begin(OctavoEngine& e, const OctavoDecoder& d, const OctavoStep& step) {
     const int64_t tokens = step.num_tokens;
     float* residual = e.residual.get(tokens * d.hidden);
-    e.hidden.resize(tokens, d.hidden, false);
+    e.hidden.resize(tokens, d.hidden, reads_qkv(d, d.layers[0].qkv));
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
         embed(d.embed, step.token_ids[t], d.embedding_scale, residual + t * d.hidden);
         norm_or_copy(d, residual + t * d.hidden, d.layers[0].attention_norm, e.hidden.row(t));
+        e.hidden.finish(t);
     });
 }
 
-// The attended values must lie in e.attended; rounds them for the output projection.
-void round_attended(OctavoEngine& e, int64_t tokens) {
-    e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { e.attended.round(t); });
+// From here on only the residual streams of these tokens go on: they move to the front.
+void keep_rows(OctavoEngine& e, const OctavoDecoder& d, const int32_t* rows, int64_t count) {
+    float* residual = e.residual.get(0);
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] != i) memcpy(residual + i * d.hidden, residual + rows[i] * d.hidden, (size_t)d.hidden * 4);
 }
 
 }  // namespace
@@ -81,11 +93,12 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
     const int64_t tokens = step->num_tokens, width = qkv_width(d);
     begin(e, d, *step);
     plan_attention(e, caches[0], *step);
+    float* attended = e.attention.get(tokens * d.heads * d.head_dim);
     for (int32_t layer = 0; layer < d.num_layers; layer++) {
         const OctavoLayer& l = d.layers[layer];
         const OctavoCache& cache = caches[layer];
         float* qkv = e.qkv.get(tokens * width);
-        multiply(e, l.qkv, e.hidden.view(), tokens, qkv, width, false);
+        multiply(e, l.qkv, e.hidden.view(), qkv, width);
         e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
             float* row = qkv + t * width;
             rotate(d, l, step->positions[t], row);
@@ -93,10 +106,10 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
             for (int h = 0; h < d.kv_heads; h++)
                 kernels().store_key_value(cache, step->cache_slots[t], h, keys + h * d.head_dim, keys + (d.kv_heads + h) * d.head_dim);
         });
-        e.attended.resize(tokens, (int64_t)d.heads * d.head_dim, rounds(d, l.out));
-        attend_all(e, cache, *step, qkv, width, e.attended.row(0));
-        round_attended(e, tokens);
-        rest(e, d, tokens, layer, hidden);
+        const bool choose = step->wanted && layer + 1 == d.num_layers;
+        attend_tiles(e, choose ? e.last_tiles : e.tiles, cache, *step, qkv, width, attended);
+        if (choose) keep_rows(e, d, step->wanted, step->num_wanted);
+        rest(e, d, choose ? step->num_wanted : tokens, layer, attended, choose ? step->wanted : nullptr, hidden);
     }
 }
 
@@ -106,23 +119,17 @@ void octavo_layer_qkv(OctavoEngine* engine, const OctavoDecoder* decoder, const 
     OctavoEngine& e = *engine;
     const OctavoDecoder& d = *decoder;
     const int64_t tokens = step->num_tokens, width = qkv_width(d);
-    multiply(e, d.layers[layer].qkv, e.hidden.view(), tokens, qkv, width, false);
+    multiply(e, d.layers[layer].qkv, e.hidden.view(), qkv, width);
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { rotate(d, d.layers[layer], step->positions[t], qkv + t * width); });
 }
 
 void octavo_layer_rest(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step, int32_t layer, const float* attended, float* hidden) {
-    OctavoEngine& e = *engine;
-    const OctavoDecoder& d = *decoder;
-    const int64_t tokens = step->num_tokens, width = (int64_t)d.heads * d.head_dim;
-    e.attended.resize(tokens, width, rounds(d, d.layers[layer].out));
-    memcpy(e.attended.row(0), attended, (size_t)(tokens * width) * 4);
-    round_attended(e, tokens);
-    rest(e, d, tokens, layer, hidden);
+    rest(*engine, *decoder, step->num_tokens, layer, attended, nullptr, hidden);
 }
 
 void octavo_logits(OctavoEngine* engine, const OctavoDecoder* decoder, const float* hidden, int64_t rows, float* logits) {
     const OctavoDecoder& d = *decoder;
-    octavo_linear(engine, &d.head, hidden, d.hidden, rows, logits, d.vocab, d.int8_activations);
+    octavo_linear(engine, &d.head, hidden, d.hidden, rows, logits, d.vocab, d.activations);
     if (d.logit_scale == 1.0f && d.logit_soft_cap <= 0) return;
     engine->pool.run(rows, 1, [&](int64_t r) { kernels().finish_logits(logits + r * d.vocab, d.vocab, d.logit_scale, d.logit_soft_cap); });
 }

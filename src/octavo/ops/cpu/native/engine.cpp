@@ -32,8 +32,6 @@ const uint8_t* panel_of(const OctavoSegment& segment, int64_t panel, int64_t col
     return (const uint8_t*)segment.data + panel * octavo_packed_bytes(segment.kind, 1, columns);
 }
 
-bool rounds(int32_t kind) { return kind == KIND_Q4 || (kind == KIND_Q8 && kernels().rounds_q8); }
-
 }  // namespace
 
 const Kernels& kernels() {
@@ -42,17 +40,24 @@ const Kernels& kernels() {
     return *k;
 }
 
-bool reads_rounded(const OctavoLinear& linear, bool wanted) {
-    for (int i = 0; wanted && i < linear.num_segments; i++)
-        if (rounds(linear.segments[i].kind)) return true;
-    return false;
+// 8-bit activations only where all packed parts of the layer take them: the others take 16-bit ones.
+Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
+    bool packed = false, floats = false, narrow = wanted == ACTIVATIONS_INT8;
+    for (int i = 0; i < linear.num_segments; i++) {
+        const int32_t kind = linear.segments[i].kind;
+        if (kind == KIND_Q4 || kind == KIND_Q8) packed = true;
+        else floats = true;
+        if (kind == KIND_Q8 && !kernels().rounds_q8) narrow = false;
+    }
+    if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
+    return {narrow ? ROUND_8 : ROUND_16, floats};
 }
 
 // A task is some panels times a block of tokens. A block's inputs stay in the second-level cache, and the tasks that share
 // panels are neighbours, so that weights come from memory once.
-void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, int64_t tokens, float* out, int64_t ldo, bool rounded) {
-    constexpr int64_t BLOCK = 128;
-    const int64_t blocks = ceil_div(tokens, BLOCK), columns = linear.in_features;
+void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo) {
+    const int64_t tokens = x.tokens, columns = linear.in_features;
+    const int64_t blocks = ceil_div(tokens, TOKEN_BLOCK), block = blocks ? ceil_div(ceil_div(tokens, blocks), 4) * 4 : 0;  // of one size
     int64_t panels = 0;
     for (int i = 0; i < linear.num_segments; i++) panels += ceil_div(linear.segments[i].rows, PANEL);
     if (!panels || !tokens) return;
@@ -60,18 +65,17 @@ void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activation
     chunk = chunk < 1 ? 1 : chunk > 32 ? 32 : chunk;
     const Kernels& k = kernels();
     engine.pool.run(ceil_div(panels, chunk) * blocks, 1, [&](int64_t task) {
-        const int64_t begin = task % blocks * BLOCK, end = begin + BLOCK < tokens ? begin + BLOCK : tokens;
+        const int64_t begin = task % blocks * block, end = begin + block < tokens ? begin + block : tokens;
         const int64_t first = task / blocks * chunk, last = first + chunk < panels ? first + chunk : panels;
         int64_t segment_panel = 0, row = 0;  // first panel and first output row of the segment
         for (int i = 0; i < linear.num_segments; i++) {
             const OctavoSegment& segment = linear.segments[i];
             const int64_t size = ceil_div(segment.rows, PANEL);
-            const auto call = rounded && rounds(segment.kind) ? k.panel_int8 : k.panel_float;
             const int64_t from = first > segment_panel ? first : segment_panel, to = last < segment_panel + size ? last : segment_panel + size;
             for (int64_t p = from; p < to; p++) {
                 const int64_t at = (p - segment_panel) * PANEL, left = segment.rows - at;
-                call(segment.kind, panel_of(segment, p - segment_panel, columns), x, begin, end, out + row + at, ldo,
-                     linear.bias ? linear.bias + row + at : nullptr, (int)(left < PANEL ? left : PANEL));
+                k.panel(segment.kind, panel_of(segment, p - segment_panel, columns), x, begin, end, out + row + at, ldo,
+                        linear.bias ? linear.bias + row + at : nullptr, (int)(left < PANEL ? left : PANEL));
             }
             segment_panel += size;
             row += segment.rows;
@@ -95,24 +99,31 @@ void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const Octavo
     // Whole groups where they fit, as all their queries share the keys; for a step too small to fill the threads, smaller tiles.
     int32_t size = group <= MAX_QUERIES ? MAX_QUERIES / group * group : (group + 1) / 2 <= MAX_QUERIES ? (group + 1) / 2 : 4;
     if (step.num_tokens * cache.kv_heads < 2 * engine.pool.threads()) size = 1;
-    engine.tiles.clear();
-    int32_t token = 0;
-    for (int32_t row = 0; row < step.num_rows; row++) {
-        const int32_t queries = step.row_count[row] * group;
+    const auto add = [&](std::vector<TileTask>& tiles, int32_t row, int32_t first_token, int32_t begin, int32_t end) {
         for (int32_t kv_head = 0; kv_head < cache.kv_heads; kv_head++)
-            for (int32_t q = 0; q < queries; q += size)
-                engine.tiles.push_back({row, kv_head, q, queries - q < size ? queries - q : size, token});
-        token += step.row_count[row];
+            for (int32_t q = begin * group; q < end * group; q += size)
+                tiles.push_back({row, kv_head, q, end * group - q < size ? end * group - q : size, first_token});
+    };
+    engine.tiles.clear();
+    engine.last_tiles.clear();
+    int32_t token = 0, w = 0;
+    for (int32_t row = 0; row < step.num_rows; row++) {
+        const int32_t count = step.row_count[row];
+        add(engine.tiles, row, token, 0, count);
+        for (; step.wanted && w < step.num_wanted && step.wanted[w] < token + count; w++)
+            add(engine.last_tiles, row, token, step.wanted[w] - token, step.wanted[w] - token + 1);
+        token += count;
     }
 }
 
-void attend_all(OctavoEngine& engine, const OctavoCache& cache, const OctavoStep& step, const float* q, int64_t ldq, float* out) {
+void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
+                  int64_t ldq, float* out) {
     const int64_t group = cache.heads / cache.kv_heads, width = (int64_t)cache.heads * cache.head_dim;
-    engine.pool.run((int64_t)engine.tiles.size(), 1, [&](int64_t i) {
-        const TileTask& task = engine.tiles[(size_t)i];
+    engine.pool.run((int64_t)tiles.size(), 1, [&](int64_t i) {
+        const TileTask& task = tiles[(size_t)i];
         AttentionTile tile;
         tile.cache = &cache;
-        tile.table = step.block_tables + task.row * step.table_stride;
+        tile.table = step.block_tables + (step.row_slots ? step.row_slots[task.row] : task.row) * step.table_stride;
         tile.kv_head = task.kv_head;
         tile.num_queries = task.num_queries;
         for (int n = 0; n < task.num_queries; n++) {
@@ -144,16 +155,11 @@ OctavoEngine* octavo_engine_new(int32_t threads) { return new (std::nothrow) Oct
 
 void octavo_engine_free(OctavoEngine* engine) { delete engine; }
 
-void octavo_linear(OctavoEngine* engine, const OctavoLinear* linear, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t int8) {
-    const bool rounded = reads_rounded(*linear, int8);
-    if (rounded) {
-        engine->other.resize(tokens, linear->in_features, true);
-        engine->pool.run(tokens, token_chunk(*engine, tokens), [&](int64_t t) { engine->other.round(t, x + t * ldx); });
-        multiply(*engine, *linear, engine->other.view(x, ldx), tokens, out, ldo, true);
-    } else {
-        const Activations plain = {x, ldx, nullptr, nullptr, nullptr, nullptr, linear->in_features, ceil_div(linear->in_features, GROUP)};
-        multiply(*engine, *linear, plain, tokens, out, ldo, false);
-    }
+void octavo_linear(OctavoEngine* engine, const OctavoLinear* linear, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo,
+                   int32_t activations) {
+    engine->other.resize(tokens, linear->in_features, reading_of(*linear, activations));
+    engine->pool.run(tokens, token_chunk(*engine, tokens), [&](int64_t t) { engine->other.finish(t, x + t * ldx); });
+    multiply(*engine, *linear, engine->other.view(), out, ldo);
 }
 
 void octavo_embedding(const OctavoLinear* table, const int64_t* ids, int64_t tokens, float* out) {
@@ -180,5 +186,5 @@ void octavo_attention(OctavoEngine* engine, const OctavoCache* cache, const Octa
             kernels().store_key_value(*cache, step->cache_slots[t], h, k + t * ldk + h * cache->head_dim, v + t * ldv + h * cache->head_dim);
     });
     plan_attention(*engine, *cache, *step);
-    attend_all(*engine, *cache, *step, q, ldq, out);
+    attend_tiles(*engine, engine->tiles, *cache, *step, q, ldq, out);
 }

@@ -29,39 +29,52 @@ class Buffer {
     int64_t capacity_ = 0;
 };
 
-// The inputs of one linear layer for all tokens of a step; rows are filled one by one.
+// How a linear layer wants its inputs.
+struct Reading {
+    Rounding rounding;
+    bool floats;
+};
+
+// The inputs of one linear layer for all tokens of a step. Rows are filled one by one, in any order, each followed by finish().
 class Inputs {
   public:
-    void resize(int64_t tokens, int64_t columns, bool rounded) {
+    void resize(int64_t tokens, int64_t columns, Reading reading) {
+        reading_ = reading;
+        tokens_ = tokens;
         columns_ = columns;
         groups_ = ceil_div(columns, GROUP);
-        is_rounded_ = rounded;
         values_ = value_buffer_.get(tokens * columns);
-        if (!rounded) return;
-        rounded_ = rounded_buffer_.get(tokens * groups_ * GROUP);
-        scales_ = scale_buffer_.get(tokens * groups_);
-        sums_ = sum_buffer_.get(tokens * groups_);
-        counts_ = count_buffer_.get(tokens * groups_);
+        if (reading.floats) floats_ = float_buffer_.get(groups_ * tokens * GROUP);
+        if (reading.rounding == ROUND_NOT) return;
+        rounded_ = rounded_buffer_.get(groups_ * tokens * GROUP);  // room for 16 bits
+        scales_ = scale_buffer_.get(groups_ * tokens);
+        sums_ = sum_buffer_.get(groups_ * tokens);
+        counts_ = count_buffer_.get(groups_ * tokens);
     }
     float* row(int64_t token) { return values_ + token * columns_; }
-    void round(int64_t token) { round(token, row(token)); }
-    void round(int64_t token, const float* x) {
-        if (!is_rounded_) return;
-        int64_t at = token * groups_;
-        kernels().quantise(x, columns_, rounded_ + at * GROUP, scales_ + at, sums_ + at, counts_ + at);
+    void finish(int64_t token) { finish(token, row(token)); }
+    void finish(int64_t token, const float* x) {
+        for (int64_t g = 0; g < groups_; g++) {
+            const int64_t at = g * tokens_ + token, left = columns_ - g * GROUP;
+            const bool wide = reading_.rounding == ROUND_16;
+            void* rounded = wide ? (void*)(rounded_ + at * GROUP) : (void*)((int8_t*)rounded_ + at * GROUP);
+            kernels().round_group(reading_.rounding, x + g * GROUP, left < GROUP ? left : GROUP,
+                                  {reading_.floats ? floats_ + at * GROUP : nullptr, rounded, scales_ + at, sums_ + at, counts_ + at});
+        }
     }
-    Activations view() const { return view(values_, columns_); }
-    Activations view(const float* values, int64_t ld) const { return {values, ld, rounded_, scales_, sums_, counts_, columns_, groups_}; }
+    Activations view() const {
+        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, counts_, tokens_, columns_, groups_};
+    }
 
   private:
-    Buffer<float> value_buffer_, scale_buffer_, sum_buffer_;
-    Buffer<int8_t> rounded_buffer_;
+    Buffer<float> value_buffer_, float_buffer_, scale_buffer_, sum_buffer_;
+    Buffer<int16_t> rounded_buffer_;
     Buffer<int32_t> count_buffer_;
-    float *values_ = nullptr, *scales_ = nullptr, *sums_ = nullptr;
-    int8_t* rounded_ = nullptr;
+    float *values_ = nullptr, *floats_ = nullptr, *scales_ = nullptr, *sums_ = nullptr;
+    int16_t* rounded_ = nullptr;
     int32_t* counts_ = nullptr;
-    int64_t columns_ = 0, groups_ = 0;
-    bool is_rounded_ = false;
+    int64_t tokens_ = 0, columns_ = 0, groups_ = 0;
+    Reading reading_ = {ROUND_NOT, false};
 };
 
 struct TileTask {  // queries of one row and one key/value head
@@ -73,14 +86,17 @@ struct OctavoEngine {
     explicit OctavoEngine(int threads) : pool(threads) {}
     Pool pool;
     Inputs hidden, attended, inner, other;
-    Buffer<float> residual, qkv, gate_up, joined;
-    std::vector<TileTask> tiles;
+    Buffer<float> residual, qkv, attention, gate_up, joined, final, logits, scaled, group_numbers, chosen;
+    Buffer<int64_t> token_ids, positions, cache_slots;
+    Buffer<int32_t> wanted;
+    std::vector<TileTask> tiles;  // of all tokens
+    std::vector<TileTask> last_tiles;  // of those that the last layer computes
 };
 
-// Whether any part of a linear layer reads 8-bit activations, if they are wanted.
-bool reads_rounded(const OctavoLinear& linear, bool wanted);
+// How a linear layer reads its inputs if `wanted` (ACTIVATIONS_*) is how the user wants them read.
+Reading reading_of(const OctavoLinear& linear, int32_t wanted);
 // x @ weight.T + bias for all tokens.
-void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, int64_t tokens, float* out, int64_t ldo, bool rounded);
+void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo);
 void embed(const OctavoLinear& table, int64_t id, float scale, float* out);
 // Tokens that a thread takes at a time in loops over tokens.
 inline int64_t token_chunk(const OctavoEngine& engine, int64_t tokens) {
@@ -88,5 +104,9 @@ inline int64_t token_chunk(const OctavoEngine& engine, int64_t tokens) {
     return chunk > 1 ? chunk : 1;
 }
 
+// The engine's tiles for a step; the same for every layer, as all have the same heads.
 void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const OctavoStep& step);
-void attend_all(OctavoEngine& engine, const OctavoCache& cache, const OctavoStep& step, const float* q, int64_t ldq, float* out);
+// out [tokens, heads * head_dim]: the rows of the tiles' tokens are filled.
+void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
+                  int64_t ldq, float* out);
+void draw_rows(OctavoEngine& engine, const OctavoDraw& draw, int32_t* tokens);

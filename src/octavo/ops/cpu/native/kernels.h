@@ -10,23 +10,36 @@
 
 constexpr int PANEL = 16;        // weight rows side by side
 constexpr int GROUP = 32;        // columns that share a scale
+constexpr int TOKEN_BLOCK = 96;  // most tokens of a panel call: what the caches of a core hold beside a panel
 constexpr int MAX_QUERIES = 6;   // queries of one attention tile: what registers hold
 constexpr int KEY_CHUNK = 256;   // keys between two rescalings of the online softmax, aligned to multiples of itself
+constexpr int DRAW_GROUP = 256;  // vocabulary entries drawn among at once: part of what a seed means
 constexpr int Q4_GROUP_BYTES = PANEL * GROUP / 2 + 2 * PANEL * 2;
 constexpr int Q8_GROUP_BYTES = PANEL * GROUP + PANEL * 2;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Inputs of a linear layer: float rows, and (for packed weights) the same rounded to 8 bits with a scale a group.
+// How a linear layer reads its inputs. Panels of float kinds read floats in any case.
+enum Rounding : int32_t { ROUND_NOT = 0, ROUND_16 = 1, ROUND_8 = 2 };
+
+// Inputs of a linear layer, group by group: 32 columns of all tokens lie together, so that tokens computed side by side are read
+// from consecutive cache lines. The last group is filled up with zeros.
 struct Activations {
-    const float* values;  // [tokens, ld]
-    int64_t ld;
-    const int8_t* rounded;    // [tokens, groups * 32]
-    const float* scales;      // [tokens, groups]
-    const float* sums;        // [tokens, groups] scale * sum of rounded
-    const int32_t* counts;    // [tokens, groups] sum of rounded
-    int64_t columns;
-    int64_t groups;
+    Rounding rounding;
+    const float* floats;  // [groups, tokens, 32]; null where only rounded ones are read
+    const void* rounded;  // [groups, tokens, 32] int16 or int8
+    const float* scales;    // [groups, tokens]
+    const float* sums;      // [groups, tokens] scale * sum of rounded
+    const int32_t* counts;  // [groups, tokens] sum of rounded
+    int64_t tokens, columns, groups;
+};
+
+// One group of one token, to be filled.
+struct GroupTarget {
+    float* floats;
+    void* rounded;
+    float *scale, *sum;
+    int32_t* count;
 };
 
 struct AttentionTile {
@@ -41,20 +54,22 @@ struct AttentionTile {
 };
 
 struct Kernels {
-    bool rounds_q8;  // whether panel_int8 takes Q8 panels; it takes Q4 ones at every level, and floats at none
-    // One panel times tokens [begin, end): out[token * ldo + lane] for `lanes` rows.
-    void (*panel_int8)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
-                       const float* bias, int lanes);
-    void (*panel_float)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
-                        const float* bias, int lanes);
+    bool rounds_q8;  // whether 8-bit weights take 8-bit activations; 4-bit ones do at every level
+    // One panel times tokens [begin, end), at most TOKEN_BLOCK: out[token * ldo + lane] for `lanes` rows.
+    void (*panel)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
+                  const float* bias, int lanes);
     void (*embed_row)(int32_t kind, const uint8_t* panel, int lane, int64_t columns, float scale, float* out);
-    void (*quantise)(const float* x, int64_t columns, int8_t* rounded, float* scales, float* sums, int32_t* counts);
+    void (*round_group)(Rounding, const float* x, int64_t columns, const GroupTarget&);  // up to 32 numbers
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t dim, float* out);
     void (*add)(const float* x, float factor, int64_t dim, float* residual);  // residual += factor * x
     void (*rope)(float* head, const float* cos_sin, int64_t rotary_dim);
     void (*gated_mul)(const float* gate, const float* up, int64_t dim, int32_t activation, float* out);
     void (*store_key_value)(const OctavoCache&, int64_t slot, int kv_head, const float* key, const float* value);
     void (*attend)(const AttentionTile&);
+    // Logits over a temperature (`scaled` may be null), the maximum of each 256 of them; false if one is NaN or +inf.
+    bool (*scale_logits)(const float* logits, int64_t count, float temperature, float* scaled, float* maxima);
+    // Sum of exp(x - most) over what is at least `cut`, for each 256.
+    void (*exp_sums)(const float* x, int64_t count, float cut, float most, float* sums);
     void (*finish_logits)(float* logits, int64_t count, float scale, float soft_cap);
 };
 

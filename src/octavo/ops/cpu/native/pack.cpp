@@ -42,43 +42,81 @@ static uint16_t minus_eight_times(uint16_t half) {
     return (uint16_t)(sign | (exponent + 3) << 10 | mantissa);
 }
 
-static void pack_q4(const uint8_t* block, bool has_minimum, int lane, uint8_t* group) {
-    uint16_t scale, minimum;
-    memcpy(&scale, block, 2);
-    if (has_minimum) memcpy(&minimum, block + 2, 2);
-    else minimum = minus_eight_times(scale);
-    memcpy(group + 256 + 2 * lane, &scale, 2);
-    memcpy(group + 288 + 2 * lane, &minimum, 2);
-    const uint8_t* nibbles = block + (has_minimum ? 4 : 2);
-    const int shift = lane < 8 ? 0 : 4;
-    for (int k = 0; k < GROUP; k++) {
-        int q = k < 16 ? nibbles[k] & 15 : nibbles[k - 16] >> 4;
-        group[k / 4 * 32 + lane % 8 * 4 + k % 4] |= (uint8_t)(q << shift);
+// Rows of a checkpoint, in the order asked for; rows past the last are null.
+struct Rows {
+    const uint8_t* data;
+    int64_t row_bytes;
+    const int64_t* order;
+    int64_t count;
+    const uint8_t* at(int64_t row) const { return row < count ? data + (order ? order[row] : row) * row_bytes : nullptr; }
+};
+
+static uint32_t word(const uint8_t* p) { uint32_t w; memcpy(&w, p, 4); return w; }
+
+// Rows r and r + 8 of a panel share bytes; four columns are moved at once.
+static void pack_q4_pair(const uint8_t* low, const uint8_t* high, uint8_t* group) {
+    constexpr uint32_t HALF = 0x0f0f0f0f;
+    for (int quad = 0; quad < 4; quad++) {
+        const uint32_t a = low ? word(low + 4 * quad) : 0, b = high ? word(high + 4 * quad) : 0;
+        const uint32_t first = (a & HALF) | (b & HALF) << 4, second = (a >> 4 & HALF) | (b & ~HALF);
+        memcpy(group + 32 * quad, &first, 4);  // columns 0-15 are the low halves of a block's bytes
+        memcpy(group + 32 * (quad + 4), &second, 4);
     }
 }
 
-static void pack_q8(const uint8_t* block, int lane, uint8_t* group) {
-    memcpy(group + 512 + 2 * lane, block, 2);
-    for (int k = 0; k < GROUP; k++) group[k / 4 * 64 + lane * 4 + k % 4] = (uint8_t)(block[2 + k] ^ 0x80);
+static void pack_q4(const Rows& rows, int64_t first, int64_t groups, bool has_minimum, uint8_t* panel) {
+    const int64_t block = has_minimum ? 20 : 18, nibbles = has_minimum ? 4 : 2;
+    for (int lane = 0; lane < PANEL; lane++) {
+        const uint8_t* row = rows.at(first + lane);
+        for (int64_t g = 0; row && g < groups; g++) {
+            uint16_t scale, minimum;
+            memcpy(&scale, row + g * block, 2);
+            if (has_minimum) memcpy(&minimum, row + g * block + 2, 2);
+            else minimum = minus_eight_times(scale);
+            memcpy(panel + g * Q4_GROUP_BYTES + 256 + 2 * lane, &scale, 2);
+            memcpy(panel + g * Q4_GROUP_BYTES + 288 + 2 * lane, &minimum, 2);
+        }
+    }
+    for (int lane = 0; lane < PANEL / 2; lane++) {
+        const uint8_t *low = rows.at(first + lane), *high = rows.at(first + lane + PANEL / 2);
+        for (int64_t g = 0; g < groups; g++)
+            pack_q4_pair(low ? low + g * block + nibbles : nullptr, high ? high + g * block + nibbles : nullptr, panel + g * Q4_GROUP_BYTES + 4 * lane);
+    }
+}
+
+static void pack_q8(const Rows& rows, int64_t first, int64_t groups, uint8_t* panel) {
+    for (int lane = 0; lane < PANEL; lane++) {
+        const uint8_t* row = rows.at(first + lane);
+        for (int64_t g = 0; row && g < groups; g++) {
+            uint8_t* group = panel + g * Q8_GROUP_BYTES;
+            memcpy(group + 512 + 2 * lane, row + g * 34, 2);
+            for (int quad = 0; quad < 8; quad++) {
+                const uint32_t four = word(row + g * 34 + 2 + 4 * quad) ^ 0x80808080;
+                memcpy(group + 64 * quad + 4 * lane, &four, 4);
+            }
+        }
+    }
+}
+
+template <class T>
+static void pack_floats(const Rows& rows, int64_t first, int64_t columns, uint8_t* panel) {
+    for (int lane = 0; lane < PANEL; lane++) {
+        const uint8_t* row = rows.at(first + lane);
+        for (int64_t k = 0; row && k < columns; k++) memcpy(panel + (k * PANEL + lane) * sizeof(T), row + k * sizeof(T), sizeof(T));
+    }
 }
 
 void octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed) {
     const int32_t kind = kind_of(source);
     const int64_t bytes = panel_bytes(kind, columns), groups = ceil_div(columns, GROUP);
-    const uint8_t* data = (const uint8_t*)rows_data;
-    memset(packed, 0, (size_t)octavo_packed_bytes(kind, rows, columns));
-    for (int64_t r = 0; r < rows; r++) {
-        const uint8_t* row = data + (order ? order[r] : r) * row_bytes;
-        uint8_t* panel = (uint8_t*)packed + r / PANEL * bytes;
-        const int lane = (int)(r % PANEL);
-        if (kind == KIND_Q4) {
-            const bool has_minimum = source == SOURCE_Q4_1;
-            for (int64_t g = 0; g < groups; g++) pack_q4(row + g * (has_minimum ? 20 : 18), has_minimum, lane, panel + g * Q4_GROUP_BYTES);
-        } else if (kind == KIND_Q8) {
-            for (int64_t g = 0; g < groups; g++) pack_q8(row + g * 34, lane, panel + g * Q8_GROUP_BYTES);
-        } else {
-            const int width = kind == KIND_F32 ? 4 : 2;
-            for (int64_t k = 0; k < columns; k++) memcpy(panel + (k * PANEL + lane) * width, row + k * width, (size_t)width);
-        }
+    const Rows from = {(const uint8_t*)rows_data, row_bytes, order, rows};
+    for (int64_t first = 0; first < rows; first += PANEL) {
+        uint8_t* panel = (uint8_t*)packed + first / PANEL * bytes;
+        const bool whole = first + PANEL <= rows && columns % GROUP == 0;
+        if (!whole) memset(panel, 0, (size_t)bytes);
+        if (kind == KIND_Q4) pack_q4(from, first, groups, source == SOURCE_Q4_1, panel);
+        else if (kind == KIND_Q8) pack_q8(from, first, groups, panel);
+        else if (kind == KIND_F32) pack_floats<uint32_t>(from, first, columns, panel);
+        else pack_floats<uint16_t>(from, first, columns, panel);
     }
 }

@@ -1,8 +1,7 @@
 // Kernels over single rows: norms, rounding to int8, rotation, activations, embedding.
 #pragma once
 
-#include "kernels.h"
-#include "vec.h"
+#include "int_dot.h"
 
 namespace LEVEL {
 
@@ -80,6 +79,56 @@ static void gated_mul(const float* gate, const float* up, int64_t dim, int32_t a
     else gated<gelu_tanh_f>(gate, up, dim, out);
 }
 
+static bool scale_logits(const float* logits, int64_t count, float temperature, float* scaled, float* maxima) {
+    vi usable = splat(-1);
+    for (int64_t g = 0; g * DRAW_GROUP < count; g++) {
+        const int64_t end = (g + 1) * DRAW_GROUP < count ? (g + 1) * DRAW_GROUP : count;
+        vf most = splat(-__builtin_inff());
+        for (int64_t i = g * DRAW_GROUP; i < end; i += W) {
+            vf v;
+            if (i + W <= end) {
+                v = load(logits + i);
+            } else {
+                float lanes[W];
+                for (int lane = 0; lane < W; lane++) lanes[lane] = i + lane < end ? logits[i + lane] : -__builtin_inff();
+                v = load(lanes);
+            }
+            usable &= v < splat(__builtin_inff());
+            if (scaled) {
+                v = v / splat(temperature);
+                if (i + W <= end) {
+                    store(scaled + i, v);
+                } else {
+                    float lanes[W];
+                    store(lanes, v);
+                    memcpy(scaled + i, lanes, (size_t)(end - i) * 4);
+                }
+            }
+            most = max(v, most);
+        }
+        maxima[g] = reduce_max(most);
+    }
+    int32_t lanes[W], all = -1;
+    memcpy(lanes, &usable, sizeof usable);
+    for (int lane = 0; lane < W; lane++) all &= lanes[lane];
+    return all != 0;
+}
+
+static void exp_sums(const float* x, int64_t count, float cut, float most, float* sums) {
+    for (int64_t g = 0; g * DRAW_GROUP < count; g++) {
+        const int64_t end = (g + 1) * DRAW_GROUP < count ? (g + 1) * DRAW_GROUP : count;
+        vf sum = splat(0.0f);
+        for (int64_t i = g * DRAW_GROUP; i < end; i += W) {
+            float lanes[W];
+            for (int lane = 0; lane < W && i + W > end; lane++) lanes[lane] = i + lane < end ? x[i + lane] : -__builtin_inff();
+            vf v = i + W <= end ? load(x + i) : load(lanes);
+            vf e = exp(v - splat(most));
+            sum += select(v >= splat(cut), e, splat(0.0f));
+        }
+        sums[g] = reduce_add(sum);
+    }
+}
+
 static void finish_logits(float* logits, int64_t count, float scale, float cap) {
     int64_t i = 0;
     for (; i < count; i += W) {
@@ -93,60 +142,55 @@ static void finish_logits(float* logits, int64_t count, float scale, float cap) 
     }
 }
 
-// Round a row to 8 bits: scale = max|x| / 127 a group. A NaN or an infinity makes the scale of its group NaN, so that it
-// shows in the product.
-static void quantise(const float* x, int64_t columns, int8_t* rounded, float* scales, float* sums, int32_t* counts) {
-    int64_t groups = ceil_div(columns, GROUP);
-    float padded[GROUP];
-    for (int64_t g = 0; g < groups; g++, x += GROUP, rounded += GROUP) {
-        const float* source = x;
-        if ((g + 1) * GROUP > columns) {
-            memset(padded, 0, sizeof padded);
-            memcpy(padded, x, (size_t)(columns - g * GROUP) * 4);
-            source = padded;
-        }
-        vf most = splat(0.0f), poison = splat(0.0f);
-        for (int i = 0; i < GROUP; i += W) {
-            vf v = load(source + i);
-            most = max(most, abs(v));
-            poison += v * splat(0.0f);
-        }
-        float largest = reduce_max(most);
-        // Below 1e-36 the quotient would overflow; such a group is zero for all purposes.
-        float inverse = largest > 1e-36f ? 127.0f / largest : 0.0f;
-        uint32_t sum = 0;  // unsigned: what a NaN converts to may wrap before it is thrown away
-#if defined(__AVX2__)
-        __m256i v[4];
-        for (int i = 0; i < 4; i++) v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(source + 8 * i), _mm256_set1_ps(inverse)));
-        __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
-        bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-        _mm256_storeu_si256((__m256i*)rounded, bytes);
-        __m256i all = _mm256_add_epi32(_mm256_add_epi32(v[0], v[1]), _mm256_add_epi32(v[2], v[3]));
-        uint32_t lanes[8];
-        _mm256_storeu_si256((__m256i*)lanes, all);
-        for (int i = 0; i < 8; i++) sum += lanes[i];
-#else
-        for (int i = 0; i < GROUP; i += W) {
-            vf v = load(source + i) * splat(inverse);
-            vi whole = bits(v + splat(12582912.0f)) - splat(0x4b400000);  // nearest, ties to even
-            for (int lane = 0; lane < W; lane++) {
-                rounded[i + lane] = (int8_t)whole[lane];
-                sum += (uint32_t)(int8_t)whole[lane];
-            }
-        }
-#endif
-        int32_t count = (int32_t)sum;
-        float nothing = reduce_add(poison);
-        float scale = inverse == 0 ? nothing : largest / 127.0f;
-        if (nothing != nothing) {
-            memset(rounded, 0, GROUP);
-            count = 0;
-            scale = nothing;
-        }
-        scales[g] = scale;
-        sums[g] = scale * (float)count;
-        counts[g] = count;
+// 32 numbers to the nearest of 2 * `most` + 1 steps of their largest. A NaN or an infinity makes the scale NaN, so that it shows
+// in the product.
+template <class T>
+INLINE void round_to(const float* x, float most, const GroupTarget& to) {
+    T* rounded = (T*)to.rounded;
+    vf largest = splat(0.0f), poison = splat(0.0f);
+    for (int i = 0; i < GROUP; i += W) {
+        vf v = load(x + i);
+        largest = max(largest, abs(v));
+        poison += v * splat(0.0f);
     }
+    const float peak = reduce_max(largest), nothing = reduce_add(poison);
+    // Below 1e-34 the quotient would overflow; such a group is zero for all purposes.
+    const float inverse = peak > 1e-34f ? most / peak : 0.0f;
+    float scale = inverse == 0 ? nothing : peak / most;
+    int32_t count = 0;
+    if (nothing != nothing) {
+        memset(rounded, 0, GROUP * sizeof(T));
+        scale = nothing;
+    } else {
+        vi total = splat(0);
+        for (int i = 0; i < GROUP; i += W) {
+            // Nearest, ties to even: the sum's last bit is worth one.
+            vi whole = bits(load(x + i) * splat(inverse) + splat(12582912.0f)) - splat(0x4b400000);
+            total += whole;
+            if constexpr (sizeof(T) == 2 && PAIRED) whole = swap_middle(whole);
+            typedef T narrow __attribute__((vector_size(W * sizeof(T)), may_alias));
+            narrow v = __builtin_convertvector(whole, narrow);
+            memcpy(rounded + i, &v, sizeof v);
+        }
+        int32_t lanes[W];
+        memcpy(lanes, &total, sizeof total);
+        for (int i = 0; i < W; i++) count += lanes[i];
+    }
+    *to.scale = scale;
+    *to.sum = scale * (float)count;
+    *to.count = count;
+}
+
+static void round_group(Rounding rounding, const float* x, int64_t columns, const GroupTarget& to) {
+    alignas(64) float filled[GROUP];
+    if (columns < GROUP) {
+        memset(filled, 0, sizeof filled);
+        memcpy(filled, x, (size_t)columns * 4);
+        x = filled;
+    }
+    if (to.floats) memcpy(to.floats, x, GROUP * 4);
+    if (rounding == ROUND_16) round_to<int16_t>(x, 32767.0f, to);
+    else if (rounding == ROUND_8) round_to<int8_t>(x, 127.0f, to);
 }
 
 static void embed_row(int32_t kind, const uint8_t* panel, int lane, int64_t columns, float scale, float* out) {

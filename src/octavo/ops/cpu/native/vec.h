@@ -11,6 +11,7 @@
 namespace LEVEL {
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -51,6 +52,19 @@ INLINE vf max(vf a, vf b) {
 }
 INLINE vf min(vf a, vf b) { return select(a < b, a, b); }
 INLINE vf abs(vf a) { return floats(bits(a) & splat(0x7fffffff)); }
+
+// Within each four lanes: 0, 2, 1, 3.
+INLINE vi swap_middle(vi v) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_shuffle_epi32((__m512i)v, _MM_PERM_DBCA);
+#elif defined(__AVX2__)
+    return (vi)_mm256_shuffle_epi32((__m256i)v, 0xd8);
+#else
+    vi out;
+    for (int i = 0; i < W; i++) out[i] = v[(i & ~3) | ((i & 1) << 1) | ((i >> 1) & 1)];
+    return out;
+#endif
+}
 
 INLINE float reduce_add(vf v) {
     float lanes[W], sum = 0;

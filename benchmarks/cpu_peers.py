@@ -1,10 +1,13 @@
-"""Octavo, transformers and llama.cpp on the CPU with the bundled model: the same prompts, greedy, at 1, 8 and 32 requests.
+"""Octavo, llama.cpp, OpenVINO GenAI and transformers on the CPU with the bundled model: the same prompts, greedy, at 1, 8 and 32 requests.
 
 Every engine sits in a process of its own and takes its turn within each round, so that a busy machine slows all alike; the
 best round of each counts, and the ratios are what to read. Decode speed is (time of N tokens - time of 1 token), overall
 speed counts the prompts too.
 
-    python benchmarks/cpu_throughput.py [--llama-cpp-python /path/to/python] [--rounds 3] [--engines octavo transformers]
+    python benchmarks/cpu_peers.py [--llama-cpp-python /path/to/python] [--openvino-python /path/to/python] [--rounds 3]
+        [--engines octavo 'octavo int8' transformers]
+
+llama.cpp runs the file as it is (Q4_1) and in Q4_0, which it made itself of the same file and which is its fastest format.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from octavo.config.device import usable_cores
 HERE = Path(__file__).parent
 PROMPT_TOKENS, OUTPUT_TOKENS = 152, 128
 BATCHES = (1, 8, 32)
+KEYS = ("decode", "overall", "prefill")
 
 
 class Peer:
@@ -84,8 +88,10 @@ def commands(options: argparse.Namespace, model: str) -> dict[str, list[str]]:
     cache = Path(os.environ.get("OCTAVO_HOME") or Path.home() / ".cache" / "octavo") / "benchmarks"
     cache.mkdir(parents=True, exist_ok=True)
     threads = str(options.threads)
+    octavo = [sys.executable, str(HERE / "peers/octavo_llm.py"), model, "", threads]
     found = {
-        "octavo": [sys.executable, str(HERE / "peers/octavo_llm.py"), model, "", threads, options.octavo_settings],
+        "octavo": [*octavo, options.octavo_settings],
+        "octavo int8": [*octavo, json.dumps({"cpu_activations": "int8", **json.loads(options.octavo_settings)})],
         "transformers": [sys.executable, str(HERE / "peers/transformers_generate.py"), model, str(cache / "float32"), threads],
     }
     if options.llama_cpp_python:
@@ -93,18 +99,23 @@ def commands(options: argparse.Namespace, model: str) -> dict[str, list[str]]:
             settings = json.dumps({"requantize": kind, "cache": str(cache)})
             script = str(HERE / "peers/llama_cpp_batch.py")
             found[f"llama.cpp {kind or 'Q4_1'}"] = [options.llama_cpp_python, script, model, "", threads, settings]
+    if options.openvino_python:
+        found["OpenVINO"] = [options.openvino_python, str(HERE / "peers/openvino_batch.py"), model, "", threads, ""]
     return {name: command for name, command in found.items() if not options.engines or name in options.engines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU throughput against other engines, ratios in one run.")
     parser.add_argument("--llama-cpp-python", default=os.environ.get("LLAMA_CPP_PYTHON", ""), help="Interpreter with llama-cpp-python.")
+    parser.add_argument("--openvino-python", default=os.environ.get("OPENVINO_PYTHON", ""), help="Interpreter with openvino-genai.")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--engines", nargs="+", help="Only these: octavo, transformers, 'llama.cpp Q4_1', 'llama.cpp Q4_0'.")
+    parser.add_argument(
+        "--engines", nargs="+", help="Only these: octavo, 'octavo int8', transformers, 'llama.cpp Q4_1', 'llama.cpp Q4_0', OpenVINO."
+    )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--octavo-settings", default="{}", help="JSON: more settings of LLM(...).")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_throughput.json")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_peers.json")
     options = parser.parse_args()
     model = ensure_bundled_model()
     peers = [Peer(name, command) for name, command in commands(options, model).items()]
@@ -127,7 +138,7 @@ def main() -> None:
     write_json(
         options.output,
         {
-            "bench": "cpu_throughput",
+            "bench": "cpu_peers",
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
@@ -148,17 +159,19 @@ def ratios_of(results: dict[str, Any], batches: list[int]) -> dict[str, Any]:
         return {}
     ours = results["octavo"]
     return {
-        name: {str(n): {k: round(ours[str(n)][k] / theirs[str(n)][k], 2) for k in ("decode", "overall")} for n in batches}
+        name: {str(n): {k: round(ours[str(n)][k] / theirs[str(n)][k], 2) for k in KEYS} for n in batches}
         for name, theirs in results.items()
         if name != "octavo"
     }
 
 
 def show(results: dict[str, Any], batches: list[int]) -> None:
-    print(f"{'tokens/s (decode / overall)':<42}" + "".join(f"{f'{n} together':>20}" for n in batches) + f"{'start s':>10}")
+    print(f"{'tokens/s (decode / overall / prefill)':<64}" + "".join(f"{f'{n} together':>28}" for n in batches) + f"{'start s':>10}")
     for entry in results.values():
-        cells = "".join(f"{entry[str(n)]['decode']:>11.1f} /{entry[str(n)]['overall']:>7.1f}" for n in batches)
-        print(f"{entry['engine']:<42}{cells}{entry['start_seconds']:>10.1f}")
+        cells = "".join(
+            f"{entry[str(n)]['decode']:>13.1f} /{entry[str(n)]['overall']:>6.1f} /{entry[str(n)]['prefill']:>5.0f}" for n in batches
+        )
+        print(f"{entry['engine']:<64}{cells}{entry['start_seconds']:>10.1f}")
 
 
 if __name__ == "__main__":

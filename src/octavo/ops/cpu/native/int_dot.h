@@ -1,0 +1,299 @@
+// Integer dot products of one weight group (16 rows, 32 columns) with rounded activations, as each level does them best.
+//
+// A level brings `Dots<T>`: the 16 rows' whole-number sums of T tokens, in registers; two sources of weights, read from the packed
+// group or from a buffer that it was unpacked to once for many tokens; and `add_16`/`add_8`, which run over a group. Whole numbers
+// are exact, so the two sources, and any T, give the same bits.
+//
+// 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones with 4-bit weights: pairs of products
+// sum to at most 3,810, and eight of those to 30,480, which 16 bits hold.
+#pragma once
+
+#include "kernels.h"
+#include "vec.h"
+
+namespace LEVEL {
+
+INLINE int32_t four_bytes(const void* x) { int32_t v; memcpy(&v, x, 4); return v; }
+
+// GCC rearranges long sums of integers into trees, and then runs out of registers.
+#if defined(__x86_64__)
+#define IN_ORDER(v) asm volatile("" : "+x"(v))
+#else
+#define IN_ORDER(v) (void)0
+#endif
+
+#if defined(__AVX512VNNI__)
+
+constexpr int TILE = 8;
+constexpr bool ROUNDS_Q8 = true;
+constexpr bool PAIRED = true;  // four 16-bit activations lie in the order 0, 2, 1, 3
+constexpr bool SIGNED_BYTES = false;
+
+template <int T>
+struct Dots {
+    __m512i sum[T];
+    INLINE_MEMBER void start(int t, int32_t value) { sum[t] = _mm512_set1_epi32(value); }
+    INLINE_MEMBER vf whole(int t, int) const { return (vf)_mm512_cvtepi32_ps(sum[t]); }
+};
+
+template <bool Q4>
+INLINE __m512i quad_bytes(const uint8_t* g, int quad) {  // byte 4 r + c: row r, column c of four
+    if (!Q4) return _mm512_loadu_si512(g + 64 * quad);
+    __m256i both = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
+    __m512i wide = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
+    return _mm512_and_si512(wide, _mm512_set1_epi8(15));
+}
+
+template <bool Q4>
+struct Packed {
+    const uint8_t* g;
+    INLINE_MEMBER void bytes(int quad, __m512i* w) const { w[0] = quad_bytes<Q4>(g, quad); }
+    INLINE_MEMBER void pairs(int quad, __m512i* w) const {
+        __m512i v = quad_bytes<Q4>(g, quad);
+        w[0] = _mm512_and_si512(v, _mm512_set1_epi16(255));
+        w[1] = _mm512_srli_epi16(v, 8);
+    }
+};
+
+struct Unpacked {
+    const uint8_t* buffer;
+    INLINE_MEMBER void bytes(int quad, __m512i* w) const { w[0] = _mm512_load_si512(buffer + 64 * quad); }
+    INLINE_MEMBER void pairs(int quad, __m512i* w) const {
+        for (int i = 0; i < 2; i++) w[i] = _mm512_load_si512(buffer + 128 * quad + 64 * i);
+    }
+};
+
+template <bool Q4, bool WIDE>
+INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
+    for (int quad = 0; quad < 8; quad++) {
+        __m512i w[2];
+        if (WIDE) Packed<Q4>{g}.pairs(quad, w);
+        else Packed<Q4>{g}.bytes(quad, w);
+        for (int i = 0; i < 1 + WIDE; i++) _mm512_store_si512(buffer + (64 << WIDE) * quad + 64 * i, w[i]);
+    }
+}
+
+template <int T, class Weights>
+INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        __m512i w[2];
+        weights.pairs(quad, w);
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < 2; i++)
+                d.sum[t] = _mm512_dpwssd_epi32(d.sum[t], w[i], _mm512_set1_epi32(four_bytes(x + t * GROUP + 4 * quad + 2 * i)));
+    }
+}
+
+template <int T, class Weights>
+INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        __m512i w[1];
+        weights.bytes(quad, w);
+        for (int t = 0; t < T; t++)
+            d.sum[t] = _mm512_dpbusd_epi32(d.sum[t], w[0], _mm512_set1_epi32(four_bytes(x + t * GROUP + 4 * quad)));
+    }
+}
+
+#elif defined(__AVX2__)
+
+constexpr int TILE = 4;
+constexpr bool ROUNDS_Q8 = false;  // 8-bit weights times 8-bit activations would take as many instructions as 16-bit ones do
+constexpr bool PAIRED = true;
+constexpr bool SIGNED_BYTES = false;
+
+template <int T>
+struct Dots {
+    __m256i sum[T][2];  // rows 0-7 and 8-15
+    INLINE_MEMBER void start(int t, int32_t value) { sum[t][0] = sum[t][1] = _mm256_set1_epi32(value); }
+    INLINE_MEMBER vf whole(int t, int half) const { return (vf)_mm256_cvtepi32_ps(sum[t][half]); }
+};
+
+template <bool Q4>
+struct Packed {
+    const uint8_t* g;
+    INLINE_MEMBER void bytes(int quad, __m256i* w) const {
+        __m256i both = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
+        w[0] = _mm256_and_si256(both, _mm256_set1_epi8(15));
+        w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+    }
+    // Columns 0 and 2 of rows 0-7, columns 1 and 3 of them, then the same of rows 8-15.
+    INLINE_MEMBER void pairs(int quad, __m256i* w) const {
+        if (Q4) {
+            const __m256i low = _mm256_set1_epi16(15);
+            __m256i v = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
+            w[0] = _mm256_and_si256(v, low);
+            w[1] = _mm256_and_si256(_mm256_srli_epi16(v, 8), low);
+            w[2] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+            w[3] = _mm256_srli_epi16(v, 12);
+        } else {
+            for (int h = 0; h < 2; h++) {
+                __m256i v = _mm256_loadu_si256((const __m256i*)(g + 64 * quad + 32 * h));
+                w[2 * h] = _mm256_and_si256(v, _mm256_set1_epi16(255));
+                w[2 * h + 1] = _mm256_srli_epi16(v, 8);
+            }
+        }
+    }
+};
+
+struct Unpacked {
+    const uint8_t* buffer;
+    INLINE_MEMBER void bytes(int quad, __m256i* w) const {
+        for (int i = 0; i < 2; i++) w[i] = _mm256_load_si256((const __m256i*)(buffer + 64 * quad + 32 * i));
+    }
+    INLINE_MEMBER void pairs(int quad, __m256i* w) const {
+        for (int i = 0; i < 4; i++) w[i] = _mm256_load_si256((const __m256i*)(buffer + 128 * quad + 32 * i));
+    }
+};
+
+template <bool Q4, bool WIDE>
+INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
+    for (int quad = 0; quad < 8; quad++) {
+        __m256i w[4];
+        if (WIDE) Packed<Q4>{g}.pairs(quad, w);
+        else Packed<Q4>{g}.bytes(quad, w);
+        for (int i = 0; i < (WIDE ? 4 : 2); i++) _mm256_store_si256((__m256i*)(buffer + (64 << WIDE) * quad + 32 * i), w[i]);
+    }
+}
+
+template <int T, class Weights>
+INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        __m256i w[4];
+        weights.pairs(quad, w);
+        for (int t = 0; t < T; t++)
+            for (int i = 0; i < 2; i++) {
+                __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP + 4 * quad + 2 * i));
+                for (int h = 0; h < 2; h++) {
+                    d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(w[2 * h + i], b));
+                    IN_ORDER(d.sum[t][h]);
+                }
+            }
+    }
+}
+
+template <int T, class Weights>
+INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+    __m256i narrow[T][2];
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        __m256i w[2];
+        weights.bytes(quad, w);
+        for (int t = 0; t < T; t++) {
+            __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP + 4 * quad));
+            for (int h = 0; h < 2; h++) {
+                __m256i products = _mm256_maddubs_epi16(w[h], b);
+                narrow[t][h] = quad ? _mm256_add_epi16(narrow[t][h], products) : products;
+                IN_ORDER(narrow[t][h]);
+            }
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int h = 0; h < 2; h++) d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(narrow[t][h], _mm256_set1_epi16(1)));
+}
+
+#else
+
+constexpr int TILE = 4;
+constexpr bool ROUNDS_Q8 = true;
+constexpr bool PAIRED = false;
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED_BYTES = true;  // its instruction multiplies signed bytes: 8-bit weights are unpacked without their 128
+#else
+constexpr bool SIGNED_BYTES = false;
+#endif
+
+template <int T>
+struct Dots {
+    alignas(32) int32_t sum[T][PANEL];
+    INLINE_MEMBER void start(int t, int32_t value) { for (int r = 0; r < PANEL; r++) sum[t][r] = value; }
+    INLINE_MEMBER vf whole(int t, int v) const {
+        vi lanes;
+        memcpy(&lanes, sum[t] + v * W, sizeof lanes);
+        return __builtin_convertvector(lanes, vf);
+    }
+};
+
+template <bool Q4>
+INLINE uint8_t weight_at(const uint8_t* g, int row, int column) {
+    if (!Q4) return g[column / 4 * 64 + row * 4 + column % 4];
+    uint8_t both = g[column / 4 * 32 + row % 8 * 4 + column % 4];
+    return row < 8 ? both & 15 : both >> 4;
+}
+
+// [column][row] for 16-bit activations, bytes as in a Q8 group for 8-bit ones.
+template <bool Q4, bool WIDE>
+INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
+    for (int k = 0; k < GROUP; k++)
+        for (int r = 0; r < PANEL; r++) {
+            const uint8_t w = weight_at<Q4>(g, r, k);
+            if (WIDE) ((int16_t*)buffer)[k * PANEL + r] = w;
+            else buffer[k / 4 * 64 + r * 4 + k % 4] = !Q4 && SIGNED_BYTES ? w ^ 128 : w;
+        }
+}
+
+struct Unpacked {
+    const uint8_t* buffer;
+};
+
+template <bool Q4>
+struct Packed {  // here everything goes by the buffer
+    const uint8_t* g;
+};
+
+template <int T>
+INLINE void add_16(const Unpacked& weights, const int16_t* x, Dots<T>& d) {
+    const int16_t* w = (const int16_t*)weights.buffer;
+    for (int t = 0; t < T; t++)
+        for (int k = 0; k < GROUP; k++)
+            for (int r = 0; r < PANEL; r++) d.sum[t][r] += (int32_t)w[k * PANEL + r] * x[t * GROUP + k];
+}
+template <int T, bool Q4>
+INLINE void add_16(const Packed<Q4>& weights, const int16_t* x, Dots<T>& d) {
+    alignas(64) uint8_t buffer[2 * PANEL * GROUP];
+    unpack<Q4, true>(weights.g, buffer);
+    add_16<T>(Unpacked{buffer}, x, d);
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+}
+#include <arm_neon.h>
+namespace LEVEL {
+
+template <int T>
+INLINE void add_8(const Unpacked& weights, const int8_t* x, Dots<T>& d) {
+    for (int t = 0; t < T; t++) {
+        int32x4_t dot[4];
+        for (int i = 0; i < 4; i++) dot[i] = vld1q_s32(d.sum[t] + 4 * i);
+        for (int quad = 0; quad < 8; quad++) {
+            int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
+            for (int i = 0; i < 4; i++)
+                dot[i] = vdotq_s32(dot[i], vreinterpretq_s8_u8(vld1q_u8(weights.buffer + 64 * quad + 16 * i)), b);
+        }
+        for (int i = 0; i < 4; i++) vst1q_s32(d.sum[t] + 4 * i, dot[i]);
+    }
+}
+
+#else
+
+template <int T>
+INLINE void add_8(const Unpacked& weights, const int8_t* x, Dots<T>& d) {
+    for (int t = 0; t < T; t++)
+        for (int k = 0; k < GROUP; k++)
+            for (int r = 0; r < PANEL; r++) d.sum[t][r] += weights.buffer[k / 4 * 64 + r * 4 + k % 4] * x[t * GROUP + k];
+}
+
+#endif
+
+template <int T, bool Q4>
+INLINE void add_8(const Packed<Q4>& weights, const int8_t* x, Dots<T>& d) {
+    alignas(64) uint8_t buffer[PANEL * GROUP];
+    unpack<Q4, false>(weights.g, buffer);
+    add_8<T>(Unpacked{buffer}, x, d);
+}
+
+#endif
+
+}  // namespace LEVEL

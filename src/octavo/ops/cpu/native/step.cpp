@@ -1,0 +1,54 @@
+// A whole step from the slot tables to the sampled tokens in their places, in one call.
+#include "engine.h"
+
+void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoSlots* slots, const OctavoPlan* plan,
+                 int32_t* tokens) {
+    OctavoEngine& e = *engine;
+    for (int32_t i = 0; i < plan->num_diffs; i++)
+        slots->blocks[plan->table_slots[i] * slots->blocks_stride + plan->table_index[i]] = plan->table_blocks[i];
+
+    int64_t* ids = e.token_ids.get(plan->num_tokens);
+    int64_t* positions = e.positions.get(plan->num_tokens);
+    int64_t* places = e.cache_slots.get(plan->num_tokens);
+    int32_t* wanted = e.wanted.get(3 * plan->num_rows + 1);
+    int32_t *wanted_slots = wanted + plan->num_rows, *ends = wanted_slots + plan->num_rows;
+    int32_t token = 0, sampled = 0;
+    for (int32_t row = 0; row < plan->num_rows; row++) {
+        const int64_t slot = plan->slots[row];
+        const int32_t *text = slots->tokens + slot * slots->tokens_stride, *blocks = slots->blocks + slot * slots->blocks_stride;
+        const int32_t end = plan->start[row] + plan->count[row];
+        for (int32_t p = plan->start[row]; p < end; p++, token++) {
+            ids[token] = text[p];
+            positions[token] = p;
+            places[token] = (int64_t)blocks[p / slots->block_size] * slots->block_size + p % slots->block_size;
+        }
+        if (!plan->sample[row]) continue;
+        wanted[sampled] = token - 1;
+        wanted_slots[sampled] = (int32_t)slot;
+        ends[sampled++] = end;
+    }
+    OctavoStep step = {};
+    step.token_ids = ids;
+    step.positions = positions;
+    step.cache_slots = places;
+    step.row_start = plan->start;
+    step.row_count = plan->count;
+    step.block_tables = slots->blocks;
+    step.row_slots = plan->slots;
+    step.table_stride = slots->blocks_stride;
+    step.wanted = wanted;
+    step.num_tokens = plan->num_tokens;
+    step.num_rows = plan->num_rows;
+    step.num_wanted = sampled;
+    float* hidden = e.final.get((int64_t)sampled * decoder->hidden);
+    octavo_forward(engine, decoder, caches, &step, hidden);
+    if (!sampled) return;
+
+    float* logits = e.logits.get((int64_t)sampled * decoder->vocab);
+    octavo_logits(engine, decoder, hidden, sampled, logits);
+    const OctavoDraw draw = {logits, decoder->vocab, decoder->vocab, wanted_slots, plan->modes, plan->keys, slots->numbers, slots->numbers_stride,
+                             sampled, 0};
+    draw_rows(e, draw, tokens);
+    for (int32_t i = 0; i < sampled; i++)
+        slots->tokens[wanted_slots[i] * slots->tokens_stride + ends[i]] = tokens[i] < 0 ? 0 : tokens[i];
+}

@@ -1,0 +1,108 @@
+"""Whole decoding steps as one call into the compiled kernels: from the slot tables to the sampled tokens in their places."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.ops.cpu import abi
+from octavo.ops.registry import DrawRows
+from octavo.protocol.step import Int32, StepPlan
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """The tables that a step reads and writes. Fixed addresses: they must outlive the steps."""
+
+    tokens: torch.Tensor
+    """[slots, length] int32: each request's tokens."""
+    blocks: torch.Tensor
+    """[slots, max_blocks] int32: each request's block table."""
+    numbers: torch.Tensor
+    """[slots, >= 4] float32, as `ops.registry.Draw` takes them."""
+    block_size: int
+
+
+class CpuSteps:
+    """Runs steps of one decoder over one KV cache. Not thread-safe.
+
+    Args:
+        engine, decoder: of the decoder.
+        caches: by layer.
+        owner: keeps alive what they point into.
+    """
+
+    def __init__(
+        self, engine: abi.Engine, decoder: abi.Decoder, caches: ctypes.Array[abi.Cache], memory: SlotMemory, owner: object
+    ) -> None:
+        self._library = abi.loaded()
+        self._owned = (engine, decoder, caches, memory, owner)
+        self._slots = abi.Slots(
+            tokens=memory.tokens.data_ptr(),
+            blocks=memory.blocks.data_ptr(),
+            numbers=memory.numbers.data_ptr(),
+            tokens_stride=memory.tokens.stride(0),
+            blocks_stride=memory.blocks.stride(0),
+            numbers_stride=memory.numbers.stride(0),
+            block_size=memory.block_size,
+        )
+        self._fixed = (engine.handle, ctypes.byref(decoder), ctypes.byref(caches), ctypes.byref(self._slots))
+
+    def run(self, plan: StepPlan, modes: Int32, keys: npt.NDArray[np.int32] | None) -> Int32:
+        """One step, its block-table diffs included; requests that enter must be in their slots.
+
+        Args:
+            modes: [sampled rows] bits: 1 draws at random, 2 has filters.
+            keys: [sampled rows, 2] words of `sampling.random.row_keys`; None where no row draws.
+
+        Returns:
+            [sampled rows] tokens, -1 where the logits were not usable.
+        """
+        arrays: list[Any] = [plan.slots, plan.start, plan.count, plan.sample, plan.table_slots, plan.table_index, plan.table_blocks, modes]
+        arrays = [np.ascontiguousarray(a) for a in arrays]
+        tokens = np.empty(len(modes), np.int32)
+        described = abi.Plan(
+            *map(abi.address, arrays),
+            None if keys is None else abi.address(keys),
+            len(plan.slots),
+            plan.num_tokens,
+            len(plan.table_slots),
+            0,
+        )
+        self._library.octavo_step(*self._fixed, ctypes.byref(described), abi.address(tokens))
+        return tokens
+
+
+def draw_tokens(
+    engine: abi.Engine,
+    logits: torch.Tensor,
+    rows: DrawRows,
+    numbers: torch.Tensor,
+    out: torch.Tensor,
+    token_table: torch.Tensor | None = None,
+) -> None:
+    """See `ops.registry.Draw`; rows that are not filtered say so in their modes."""
+    count = min(len(out), int(rows.count[0]))
+    logits, keys = logits.float(), rows.keys.contiguous()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    described = abi.Draw(
+        logits=logits.data_ptr(),
+        stride=logits.stride(0),
+        vocab=logits.shape[1],
+        slots=rows.slots.data_ptr(),
+        modes=rows.modes.data_ptr(),
+        keys=keys.data_ptr(),
+        numbers=numbers.data_ptr(),
+        numbers_stride=numbers.stride(0),
+        rows=count,
+    )
+    abi.loaded().octavo_draw(engine.handle, ctypes.byref(described), out.data_ptr())
+    if token_table is not None:
+        positions = rows.positions[:count].long() + rows.ahead
+        token_table[rows.slots[:count].long(), positions] = out[:count].clamp(min=0).to(token_table.dtype)

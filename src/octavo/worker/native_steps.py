@@ -1,0 +1,49 @@
+"""Steps on a CPU as one call into compiled code, wherever their rows want nothing of the sampler but a draw.
+
+The counterpart of `worker/graphs.py`: a step operation by operation costs more in calls than a small model's forward pass does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from octavo.attention.native_cpu import NativeCpuAttention
+from octavo.models.compiled import CompiledDecoder
+from octavo.ops.cpu.steps import SlotMemory
+from octavo.protocol.step import StepPlan
+from octavo.sampling.random import row_keys
+from octavo.sampling.state import Feature, SamplerState
+from octavo.worker.slots import SlotTables
+
+
+class NativeSteps:
+    """Owns nothing: the tables, the cache and the weights belong to its parts."""
+
+    def __init__(self, model: CompiledDecoder, attention: NativeCpuAttention, tables: SlotTables, state: SamplerState) -> None:
+        self._tables = tables
+        self._state = state
+        self._attention = attention  # owns what the steps point into
+        self._steps = model.steps(attention, SlotMemory(tables.tokens, tables.blocks, state.numbers, tables.block_size))
+
+    def fitting(self, plan: StepPlan) -> bool:
+        """Whether a plan can be run."""
+        state, slots = self._state, plan.slots
+        if not plan.num_tokens or (state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any():
+            return False
+        return not state.wants_prompt_logprobs[slots].any()
+
+    def launch(self, plan: StepPlan) -> torch.Tensor:
+        """Run a plan that fits, block-table diffs included.
+
+        Returns:
+            [sampled rows] int32: the tokens, which are also in their places in the token table; -1 where logits were not usable.
+        """
+        if plan.init:
+            self._tables.update(plan)
+        state, slots = self._state, plan.slots[plan.sample]
+        modes, keys = state.features[slots], None
+        if modes.any():
+            positions = (plan.start + plan.count)[plan.sample]
+            keys = row_keys(state.seeds[slots], state.indices[slots], positions).astype(np.uint32).view(np.int32)
+        return torch.from_numpy(self._steps.run(plan, modes, keys))

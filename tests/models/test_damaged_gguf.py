@@ -1,0 +1,88 @@
+"""Damaged GGUF files on the compiled kernels: a clear error, or a model that runs to its end; never a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from octavo.attention.native_cpu import NativeCpuAttention
+from octavo.checkpoint.gguf_file import read_gguf
+from octavo.errors import OctavoError
+from octavo.models.decoder import Model
+from octavo.ops.cpu import abi
+from tests.models.test_loading import load_gguf, write_gguf
+from tests.support.paged_batches import Pool, step_batch
+from tests.support.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "sound.gguf"
+    write_gguf(path, tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16), "llama", GGMLQuantizationType.Q4_1)
+    return path
+
+
+def logits_of(model: Model) -> torch.Tensor:
+    """Of a prompt of 20 tokens through the paged cache."""
+    attention = NativeCpuAttention(model.layer_specs, 4, 16, torch.float16, torch.device("cpu"))
+    batch = step_batch([0], [20], Pool(4, 16, seed=0).tables([20]), 16)
+    ids = torch.arange(20) % model.spec.vocab_size
+    batch.token_ids.copy_(ids)
+    return model.logits(model.forward(ids, batch.positions, attention.plan(batch)))
+
+
+def outcome(path: Path) -> str:
+    try:
+        model = load_gguf(path, ops="native", activations="int16")
+    except OctavoError as error:
+        assert str(error), "an error says what is wrong"
+        return "refused"
+    return "finite" if bool(logits_of(model).isfinite().all()) else "not finite"
+
+
+@pytest.mark.parametrize("part", ["header", "weights"])
+def test_flipped_bits(sound: Path, tmp_path: Path, part: str) -> None:
+    """In the header most are noticed; in weights they change numbers, at worst to ones that are none, which the sampler reports."""
+    whole, parsed = sound.read_bytes(), read_gguf(str(sound))
+    random, seen = np.random.default_rng(7), set()
+    begin, end = (0, parsed.data_offset) if part == "header" else (parsed.data_offset, len(whole))
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[random.integers(begin, end)] ^= 1 << random.integers(0, 8)
+        (tmp_path / "bad.gguf").write_bytes(damaged)
+        seen.add(outcome(tmp_path / "bad.gguf"))
+    assert outcome(sound) == "finite"
+    assert "refused" in seen if part == "header" else seen in ({"finite"}, {"finite", "not finite"})
+
+
+def test_weights_that_are_all_ones(sound: Path, tmp_path: Path) -> None:
+    """Scales become NaN everywhere: the forward pass ends, and its logits say so."""
+    whole, parsed = bytearray(sound.read_bytes()), read_gguf(str(sound))
+    whole[parsed.data_offset :] = b"\xff" * (len(whole) - parsed.data_offset)
+    (tmp_path / "bad.gguf").write_bytes(whole)
+    assert outcome(tmp_path / "bad.gguf") == "not finite"
+
+
+def test_truncations(sound: Path, tmp_path: Path) -> None:
+    whole = sound.read_bytes()
+    for size in np.linspace(0, len(whole) - 1, 40, dtype=int):
+        (tmp_path / "bad.gguf").write_bytes(whole[:size])
+        assert outcome(tmp_path / "bad.gguf") == "refused"
+
+
+def test_unknown_block_type(sound: Path, tmp_path: Path) -> None:
+    """The type of the first matrix, in the directory, becomes one that nobody knows."""
+    whole = bytearray(sound.read_bytes())
+    name = b"token_embd.weight"
+    place = whole.index(name) + len(name) + 4 + 2 * 8
+    assert int.from_bytes(whole[place : place + 4], "little") == int(GGMLQuantizationType.Q4_1)
+    whole[place : place + 4] = (77).to_bytes(4, "little")
+    (tmp_path / "bad.gguf").write_bytes(whole)
+    with pytest.raises(OctavoError, match=r"token_embd.weight.*77"):
+        load_gguf(tmp_path / "bad.gguf", ops="native")

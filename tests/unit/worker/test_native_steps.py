@@ -1,0 +1,100 @@
+"""Steps as one native call against the same steps operation by operation, and against a model on torch's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.attention.native_cpu import NativeCpuAttention
+from octavo.attention.torch_paged import TorchPagedAttention
+from octavo.models.compiled import CompiledDecoder
+from octavo.models.decoder import Model
+from octavo.models.loader import load_model
+from octavo.ops.cpu import abi
+from octavo.ops.registry import load_ops
+from octavo.protocol.params import SamplingParams
+from octavo.protocol.step import StepPlan
+from octavo.sampling.sampler import Sampler
+from octavo.sampling.state import SamplerState
+from octavo.worker.native_steps import NativeSteps
+from octavo.worker.runner import Runner, settle
+from octavo.worker.slots import SlotTables
+from tests.support.engine_configs import engine_config
+from tests.support.mixed_steps import BLOCK, BLOCKS, LENGTH, SLOTS, VOCAB, play
+from tests.support.step_plans import Plans, Row, slot_init
+
+pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+class Counting:
+    """Counts the steps that ran whole."""
+
+    def __init__(self, steps: NativeSteps) -> None:
+        self.steps, self.launches = steps, 0
+
+    def fitting(self, plan: StepPlan) -> bool:
+        return self.steps.fitting(plan)
+
+    def launch(self, plan: StepPlan) -> torch.Tensor:
+        self.launches += 1
+        return self.steps.launch(plan)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    config = engine_config(hf_config=CONFIG, architecture="Qwen3ForCausalLM", vocab_size=VOCAB)
+    return {name: load_model(config, load_ops(name), torch.device("cpu"), lambda *_: None) for name in ("cpu", "native")}
+
+
+def runner_of(model: Model, *, native: bool, whole: bool) -> tuple[Runner, Counting | None]:
+    device = torch.device("cpu")
+    tables, state = SlotTables(SLOTS, LENGTH, BLOCK, device), SamplerState(SLOTS, device)
+    if not native:
+        attention = TorchPagedAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device)
+        return Runner(model, attention, tables, state, Sampler(state, tables.tokens)), None
+    assert isinstance(model, CompiledDecoder)
+    cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device)
+    sampler = Sampler(state, tables.tokens, draw=model.draw)
+    steps = Counting(NativeSteps(model, cache, tables, state)) if whole else None
+    return Runner(model, cache, tables, state, sampler, native=steps), steps  # type: ignore[arg-type]
+
+
+def test_whole_steps_give_the_tokens_of_single_operations_and_of_torch(models: dict[str, Model]) -> None:
+    expected = play(runner_of(models["cpu"], native=False, whole=False)[0])
+    assert play(runner_of(models["native"], native=True, whole=False)[0]) == expected
+    runner, counted = runner_of(models["native"], native=True, whole=True)
+    assert play(runner) == expected
+    assert counted is not None
+    assert counted.launches == len(expected) - 1, "all but the step with logprobs"
+
+
+def test_unusable_logits_fail_their_request_alone(models: dict[str, Model]) -> None:
+    """An infinity in the cache of one request: it ends with an error, its neighbour goes on."""
+    runner, counted = runner_of(models["native"], native=True, whole=True)
+    plans, greedy = Plans(), SamplingParams(temperature=0.0, max_tokens=None)
+    init = [slot_init(slot, [3, 4, 5], [slot + 1], sampling=greedy) for slot in range(2)]
+    alone = settle(runner.launch(plans([Row(slot, 0, 3, True) for slot in range(2)], init=init)), "float32")
+    assert not alone.errors
+    runner._attention._values[0][1].fill_(torch.inf)  # type: ignore[attr-defined]
+    result = settle(runner.launch(plans([Row(slot, 3, 1, True) for slot in range(2)])), "float32")
+    assert counted is not None and counted.launches == 2
+    assert list(result.errors or {}) == [0]
+    assert result.tokens[1] >= 0
