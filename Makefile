@@ -14,7 +14,7 @@ GPU_PYTHON ?= python3
 GPU_SITE := .gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format unit docs bench sanitize gpu-wheels gpu-test gpu-bench clean
+.PHONY: help serve chat setup test lint format unit docs bench sanitize gpu-wheels gpu-site gpu-test gpu-bench clean
 
 help:
 	@echo "make serve      serve the bundled model on port $(PORT) (PORT=, MODEL=, ARGS=)"
@@ -81,13 +81,19 @@ bench: $(VENV)/.test
 gpu-wheels: $(VENV)/.serve
 	$(BIN)/python -m pip install --quiet --upgrade --target $(GPU_SITE) --python-version 3.12 --only-binary=:all: --no-deps msgspec pyzmq gguf
 
-gpu-test:
+# What the GPU's python3 lacks, unless it came along (gpu-wheels).
+gpu-site:
+	@PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) -c "import msgspec, zmq, gguf" 2>/dev/null || \
+		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps msgspec pyzmq gguf
+
+gpu-test: gpu-site
 	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton $(ARGS)
 
-gpu-bench:
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
+gpu-bench: gpu-site
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_step.py
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(GPU_SITE) build dist src/*.egg-info compat/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ import triton
 
 from benchmarks.gpu_attention import graph_us
 from octavo.ops.triton.gated_mul import gated_mul
-from octavo.ops.triton.gather_inputs import DecodeInputs, gather_decode_inputs
+from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
 from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
 from octavo.ops.triton.rope_cache import rope_cache
 
@@ -91,21 +91,21 @@ def main() -> None:
     for rows in (1, 256, 1024):
         token_table = torch.randint(0, 1000, (rows, 16384), dtype=torch.int32, device=DEVICE)
         block_table = torch.randint(1, 1000, (rows, 1024), dtype=torch.int32, device=DEVICE)
-        starts = torch.randint(100, 2000, (rows,), dtype=torch.int32, device=DEVICE)
+        contexts = torch.randint(101, 2001, (rows,), dtype=torch.int32, device=DEVICE)
         order = torch.randperm(rows, device=DEVICE).int()
-        inputs, count = DecodeInputs.allocate(rows, 1024, DEVICE), torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+        inputs, count = StepInputs.allocate(rows, rows, 1024, DEVICE), torch.tensor([rows], dtype=torch.int32, device=DEVICE)
 
         def gather(
             order: torch.Tensor = order,
-            starts: torch.Tensor = starts,
+            contexts: torch.Tensor = contexts,
             count: torch.Tensor = count,
             token_table: torch.Tensor = token_table,
             block_table: torch.Tensor = block_table,
-            inputs: DecodeInputs = inputs,
+            inputs: StepInputs = inputs,
         ) -> None:
-            gather_decode_inputs(order, starts, count, token_table, block_table, 16, 16384, inputs)
+            gather_step_inputs(order, contexts, count, token_table, block_table, 16, inputs)
 
-        size = float((starts // 16 + 1).sum()) * 8 + rows * 40
+        size = float(((contexts + 15) // 16).sum()) * 8 + rows * 40
         measure("gather_inputs", "-", rows, size, [gather, gather, gather])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ VLLM = {
 }
 """vLLM 0.26.0 on the same card, same workload, its defaults; start is process start to ready with a warm page cache."""
 
-PROFILED = ((1, 300, 40), (32, 300, 40), (256, 700, 60), (1, 8192, 1))
+PROFILED = ((1, 300, 40), (32, 300, 40), (64, 300, 40), (256, 700, 60), (1, 8192, 1), (1, 128, 1))
 """(requests, prompt tokens, output tokens)"""
 
 FIRST_TOKEN = """
@@ -138,6 +139,7 @@ def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: boo
                 for batch in (1, 32):
                     first, gap = latency(llm, batch)
                     result |= {f"ttft_{batch}_ms": first, f"tpot_{batch}_ms": gap}
+                result["between_steps_64"] = between_steps(llm)
             if "first" in parts:
                 result["first_8k_ms"] = first_token(llm)
             if "throughput" in parts:
@@ -185,6 +187,8 @@ class StepLog:
         self._plans: deque[Any] = deque()
         self.steps: list[tuple[int, int, float]] = []
         """(rows, tokens, seconds on the device)"""
+        self.ends: list[float] = []
+        """When each was collected, by the host's clock."""
         self.waited = 0.0
         """Seconds that the host had nothing to do but wait."""
 
@@ -197,6 +201,7 @@ class StepLog:
         result = self._executor.collect()
         self.waited += time.perf_counter() - start
         self.steps.append((*self._plans.popleft(), result.step_seconds))
+        self.ends.append(time.perf_counter())
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -218,6 +223,19 @@ class StepLog:
             "host_waited_s": self.waited,
             "decode_ms_by_rows": {str(rows): round(1000 * sum(t) / len(t), 3) for rows, t in sorted(by_rows.items())},
         }
+
+
+def between_steps(llm: LLM, rows: int = 64) -> float:
+    """Share of the time in which no step is on the device, while `rows` requests decode."""
+    requests = random_requests(rows, Span(300, 300), Span(200, 200), seed=9)
+    params = SamplingParams(temperature=0.6, max_tokens=200, ignore_eos=True, detokenize=False)
+    core: Any = llm._client.core  # type: ignore[union-attr]
+    log = core.executor = StepLog(core.executor)
+    llm.generate(prompts_of(requests), params, use_tqdm=False)
+    core.executor = log._executor
+    full = [i for i, (of_step, tokens, _) in enumerate(log.steps) if of_step == tokens == rows][10:-10]
+    busy = sum(log.steps[i][2] for i in full[1:])
+    return 1.0 - busy / (log.ends[full[-1]] - log.ends[full[0]])
 
 
 def offline(llm: LLM, count: int) -> dict[str, Any]:
@@ -256,7 +274,7 @@ def profiled(llm: LLM, rows: int, prompt: int, steps: int) -> dict[str, Any]:
     totals: dict[str, list[float]] = {}
     for start, end, name in spans:
         busy += max(0.0, end - max(start, reached))
-        between += max(0.0, start - reached) if name.startswith(("_write_diffs", "Memcpy")) else 0.0
+        between += max(0.0, start - reached) if name.startswith(("_receive", "Memcpy")) else 0.0
         reached = max(reached, end)
         total = totals.setdefault(name[:60], [0.0, 0])
         total[0] += end - start
@@ -287,6 +305,8 @@ def show(shape: str, result: dict[str, Any]) -> None:
         value, floor, peer = result[key], FLOORS[shape].get(key), VLLM[shape].get(peer_key or key)
         cells = [f"{value:>10.3f}", f"{floor:>9.2f}{value / floor:>9.2f}" if floor else " " * 18]
         print(f"{label:<28}{''.join(cells)}{f'{peer:>9.2f}{value / peer:>9.2f}' if peer else ''}")
+    if "between_steps_64" in result:
+        print(f"  64 requests decoding: no step on the device {result['between_steps_64']:.1%} of the time")
     for run in result.get("runs", []):
         print(
             f"  {run['elapsed_time']:.2f} s = {run['output_tokens_per_second']:.0f} output tokens/s: {run['prompt_steps']} steps with prompts "
@@ -330,3 +350,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if "--profile" in sys.argv:
+        sys.stdout.flush()
+        # The profiler's own clean-up at the end of the interpreter has been seen to abort.
+        os._exit(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,12 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.config.args import EngineArgs
+from octavo.engine.build import build_server_engine
+from octavo.errors import ConfigError
+from octavo.frontend.launch import prepare_launch
+from octavo.protocol.engine import NewRequest
+from octavo.protocol.step import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -82,15 +90,175 @@ def test_graphs_and_overlap_do_not_change_tokens(folder: str) -> None:
         assert agreement(generated(llm, params()), first) > 0.9
 
 
+class Launches:
+    """Writes down which steps of an engine in this process its graphs took."""
+
+    def __init__(self, llm: LLM) -> None:
+        core: Any = llm._client.core  # type: ignore[union-attr]
+        self.core, self.worker = core, core.executor._worker
+        self.chunks, self.decodes, self.eager = 0, 0, 0
+        runner = self.worker._runner
+        launch = runner.launch
+
+        def spy(plan: StepPlan) -> Any:
+            captured = self.worker._graphs.fitting(plan)
+            self.eager += captured is None
+            self.chunks += captured is not None and captured.layout.shape.chunks > 0
+            self.decodes += captured is not None and captured.layout.shape.chunks == 0
+            return launch(plan)
+
+        runner.launch = spy
+
+
+def test_captured_chunks_do_not_change_tokens(folder: str) -> None:
+    settings = {**SETTINGS, "max_num_batched_tokens": 512, "dtype": "float16"}
+    with LLM(folder, **settings) as llm:
+        launches = Launches(llm)
+        first = generated(llm, params())
+        assert generated(llm, params()) == first, "with the prefix cache, whose copied blocks come with captured steps"
+        assert launches.chunks > 20
+        assert launches.decodes > 20
+        assert launches.eager == 0
+    with LLM(folder, enforce_eager=True, **settings) as llm:
+        assert agreement(generated(llm, params()), first) > 0.9
+
+
+def test_a_server_captures_the_rest_in_gaps_and_tokens_stay(folder: str) -> None:
+    config = prepare_launch(EngineArgs(model=folder, dtype="float16", **SETTINGS)).config
+    core, ready = build_server_engine(config)
+    worker: Any = core.executor._worker  # type: ignore[attr-defined]
+
+    def run(prepare: bool) -> list[list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts()[:12]):
+            request = NewRequest(f"{i}", prompt["prompt_token_ids"], SamplingParams(seed=i, max_tokens=30, ignore_eos=True), 0.0, [])
+            core.add(request)
+        while core.has_work():
+            for delta in core.step().deltas:
+                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if prepare:
+                worker._next_capture = 0.0
+                core.prepare()
+        core.reset_prefix_cache()
+        return [tokens[f"{i}"] for i in range(12)]
+
+    try:
+        left = len(worker._later)
+        assert left > 10
+        expected = run(prepare=False)
+        assert len(worker._later) == left
+        assert run(prepare=True) == expected, "captures between steps, with one under way"
+        assert len(worker._later) < left
+        while core.prepare():
+            pass
+        assert not worker._later
+        assert run(prepare=False) == expected
+        assert [p.name for p in ready.phases].count("graphs") == 1
+    finally:
+        core.shutdown()
+
+
+def test_a_step_that_finds_no_memory_is_made_smaller(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    rng = np.random.default_rng(1)
+    long = [{"prompt_token_ids": rng.integers(0, VOCAB, 3900).tolist()} for _ in range(4)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(folder, dtype="float16", **SETTINGS) as llm:
+
+        def tokens() -> list[list[int]]:
+            llm.reset_prefix_cache()
+            return [o.outputs[0].token_ids for o in llm.generate(long, sampling, use_tqdm=False)]  # type: ignore[arg-type]
+
+        expected = tokens()
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (24 << 20)) / total)
+        try:
+            assert agreement(tokens(), expected) >= 0.75
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert "Out of device memory" in caplog.text
+        assert agreement(tokens(), expected) >= 0.75, "and afterwards all is as before"
+
+
+def test_the_cache_is_as_large_as_asked_for(folder: str) -> None:
+    settings = {k: v for k, v in SETTINGS.items() if k != "gpu_memory_utilization"}
+    with LLM(folder, dtype="float16", kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.01, **settings) as llm:
+        per_block = llm.ready_report.cache_bytes // llm.ready_report.num_blocks
+        assert (1 << 28) - per_block < llm.ready_report.cache_bytes <= 1 << 28
+    small = {**settings, "kv_cache_memory_bytes": 100 * per_block}
+    with pytest.raises(ConfigError, match=r"max_model_len=4096 needs .*Lower --max-model-len to 1584 or less"):
+        LLM(folder, dtype="float16", **small)
+    with LLM(folder, dtype="float16", max_model_len="auto", **small) as llm:
+        assert llm.ready_report.max_model_len == 99 * 16
+        with pytest.raises(ConfigError, match="cannot be allocated"):
+            LLM(folder, dtype="float16", kv_cache_memory_bytes=1 << 40, **settings)
+
+
+ENDS = """
+import json, sys
+from octavo import LLM, SamplingParams
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+prompts = [{"prompt_token_ids": list(range(1, n))} for n in (4, 50, 700)]
+for _ in range(2):
+    llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True, seed=0), use_tqdm=False)
+    llm.reset_prefix_cache()
+if sys.argv[3] == "closed":
+    llm.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_a_process_with_an_engine_ends_cleanly(folder: str, how: str) -> None:
+    settings = json.dumps({**SETTINGS, "dtype": "float16"})
+    done = subprocess.run([sys.executable, "-c", ENDS, folder, settings, how], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "invalid pointer" not in done.stderr
+
+
+HOLD = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+device, context, place = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+cuda.cuInit(0)
+cuda.cuDeviceGet(ctypes.byref(device), 0)
+cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+cuda.cuCtxSetCurrent(context)
+print(cuda.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(int(sys.argv[1]))), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_another_process_holds_is_left_to_it(folder: str) -> None:
+    free, total = torch.cuda.mem_get_info()
+    held = free - total // 10
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(held)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdin is not None
+    try:
+        assert other.stdout.readline() == "0\n"
+        with LLM(folder, dtype="float16", **{**SETTINGS, "gpu_memory_utilization": 0.05}) as llm:
+            assert llm.ready_report.other_bytes > held
+            assert llm.ready_report.cache_bytes > 0.03 * total, "our fraction is there"
+        with LLM(folder, dtype="float16", **{**SETTINGS, "gpu_memory_utilization": 0.9}) as llm:
+            assert 0.05 * total < llm.ready_report.cache_bytes < 0.1 * total, "all that is free, and no more"
+            assert generated(llm, params()[:40])
+    finally:
+        other.stdin.close()
+        other.wait()
+
+
 def test_steps_never_wait_for_the_device(folder: str) -> None:
     with LLM(folder, dtype="bfloat16", **SETTINGS) as llm:
         sampling = params()
         sampling[3] = SamplingParams(logprobs=3, presence_penalty=0.5, seed=1, max_tokens=20, ignore_eos=True)
         generated(llm, sampling)
         llm.reset_prefix_cache()
+        launches = Launches(llm)
         torch.cuda.set_sync_debug_mode("error")
         tokens = generated(llm, sampling)
+        llm.generate([prompts()[3], prompts()[4]], SamplingParams(max_tokens=5, ignore_eos=True, seed=0), use_tqdm=False)  # type: ignore[list-item]
         torch.cuda.set_sync_debug_mode("default")
+        assert min(launches.chunks, launches.decodes, launches.eager) > 0, "all kinds of steps were among them"
     assert all(len(t) >= 20 for t in tokens)
 
 

@@ -138,6 +138,9 @@ class FakeWorker:
         if len(self._queue) > self.inflight + 1:
             self._violation(f"{len(self._queue)} steps in flight, at most {self.inflight + 1} allowed")
 
+    def prepare(self, *, idle: bool) -> bool:
+        return False
+
     def collect(self) -> StepResult:
         done = self._queue.popleft()
         if isinstance(done.result, Exception):

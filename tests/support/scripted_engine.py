@@ -87,6 +87,9 @@ class ScriptedCore:
     def reset_prefix_cache(self) -> bool:
         return not self.sequences
 
+    def prepare(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self.sequences or self.ending)
 

@@ -85,25 +85,36 @@ class AttentionBackend(Protocol):
         """Copy whole blocks in every layer; all reads happen before any write."""
 
 
+@dataclass(frozen=True)
+class GraphShape:
+    """The room of a captured step. Any step with at most these numbers fits into it."""
+
+    rows: int
+    tokens: int
+    """As many as `rows` where `chunks` is 0."""
+    chunks: int = 0
+    """Rows with more than one token. 0: a step of decodes alone."""
+
+
 @runtime_checkable
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose decode steps can be replayed as a CUDA graph: the plan is data, copied over that of the capture."""
+    """A backend whose steps can be replayed as CUDA graphs: the plan is data, copied over that of the capture."""
 
-    def graph_plan_size(self, rows: int) -> int:
-        """How many int32 numbers a decode plan of up to `rows` rows takes."""
+    def graph_plan_size(self, shape: GraphShape) -> int:
+        """How many int32 numbers a plan takes."""
 
-    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
-        """Plan a decode step on the host.
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
+        """Plan a step on the host.
 
         Args:
-            context_lens: [at most rows] tokens that each row attends to, its own included.
-            out: [graph_plan_size(rows)], overwritten.
+            start, count: [rows], at most what `shape` has room for; rows of one token first.
+            out: [at least graph_plan_size(shape)], overwritten. All zeros is a plan too, for a step of no rows.
         """
 
-    def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
         """The attention to capture.
 
         Args:
-            plan: [graph_plan_size(rows)] int32 on the device: what replays find here, they do.
-            block_tables: [rows, max_blocks] int32. cache_slots: [rows] int64.
+            plan: [graph_plan_size(shape)] int32 on the device: what replays find here, they do.
+            block_tables: [rows, max_blocks] int32. cache_slots: [tokens] int64.
         """

@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.attention.base import Attend, GraphShape, LayerSpec, StepBatch
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
@@ -29,7 +30,9 @@ from octavo.ops.triton.paged_prefill import (
     prefill_tuning,
     queries_per_key,
 )
-from octavo.ops.triton.prefill_plan import plan_prefill
+from octavo.ops.triton.prefill_plan import ITEM_FIELDS as CHUNK_FIELDS
+from octavo.ops.triton.prefill_plan import ROW as CHUNK_ROW
+from octavo.ops.triton.prefill_plan import max_prefill_parts, plan_prefill
 from octavo.ops.triton.rope_cache import rope_cache
 from octavo.protocol.step import Int32
 
@@ -164,13 +167,13 @@ class TritonAttention:
             arrays += [plan.items, wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
-        selected = None
+        tables, decodes, selected = batch.block_tables, batch.num_decodes, None
         if wanted is not None:
             items, rows = on_device[planned:] or (None, None)
-            decodes = None if items is None else self._decode_work(self._geometries[-1], len(wanted), items)
-            tables = batch.block_tables if rows is None or len(wanted) == len(batch.cpu_count) else batch.block_tables.index_select(0, rows)
-            selected = SelectedWork(LayerWork(decodes, None), tables)
-        return TritonAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots, batch.num_decodes, selected)
+            last = None if items is None else self._decode_work(self._geometries[-1], len(wanted), items)
+            its_tables = tables if rows is None or len(wanted) == len(batch.cpu_count) else tables.index_select(0, rows)
+            selected = SelectedWork(LayerWork(last, None), its_tables)
+        return TritonAttend(self, [work[g] for g in self._geometries], tables, tables[decodes:], batch.cache_slots, decodes, selected)
 
     def _draft(self, batch: StepBatch, g: Geometry, arrays: list[Int32]) -> functools.partial[LayerWork]:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
@@ -218,25 +221,59 @@ class TritonAttention:
 
     # Graphs
 
-    def graph_plan_size(self, rows: int) -> int:
-        return sum(decode_capacity(rows, g.num_kv_heads, self._sms).items * ITEM_FIELDS for g in dict.fromkeys(self._geometries))
+    def _chunk_tuning(self, g: Geometry, shape: GraphShape) -> PrefillTuning:
+        """One for all steps of a shape. They are too short for gathering pages to pay, or for the largest tiles."""
+        return prefill_tuning(g.head_dim, g.group, shape.tokens, 0.0, gathered=False)
 
-    def graph_plan(self, context_lens: Int32, rows: int, out: Int32) -> None:
+    def _graph_items(self, g: Geometry, shape: GraphShape) -> tuple[int, int]:
+        """Items for decodes and for chunks."""
+        decodes = decode_capacity(shape.rows, g.num_kv_heads, self._sms).items
+        if not shape.chunks:
+            return decodes, 0
+        per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
+        return decodes, shape.tokens // per_tile + shape.chunks + max_prefill_parts(g.num_kv_heads, self._sms)
+
+    def graph_plan_size(self, shape: GraphShape) -> int:
+        sizes = [self._graph_items(g, shape) for g in dict.fromkeys(self._geometries)]
+        return sum(decodes * ITEM_FIELDS + chunks * CHUNK_FIELDS for decodes, chunks in sizes)
+
+    def graph_plan(self, start: Int32, count: Int32, shape: GraphShape, out: Int32) -> None:
         place = 0
+        num_decodes = int(np.count_nonzero(count == 1)) if shape.chunks else len(start)
+        contexts = start[:num_decodes] + 1
         for g in dict.fromkeys(self._geometries):
-            capacity = decode_capacity(rows, g.num_kv_heads, self._sms)
-            plan = plan_decode(context_lens, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
+            decodes, chunks = self._graph_items(g, shape)
+            capacity = decode_capacity(shape.rows, g.num_kv_heads, self._sms)
+            plan = plan_decode(contexts, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window)
             out[place : place + plan.items.size] = plan.items.reshape(-1)
-            place += plan.items.size
+            place += decodes * ITEM_FIELDS
+            if chunks:
+                items = self._graph_chunks(g, start, count, num_decodes, shape).reshape(-1)
+                out[place : place + len(items)] = items
+                out[place + len(items) : place + chunks * CHUNK_FIELDS] = 0
+                place += chunks * CHUNK_FIELDS
 
-    def graph_attend(self, plan: torch.Tensor, rows: int, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def _graph_chunks(self, g: Geometry, start: Int32, count: Int32, num_decodes: int, shape: GraphShape) -> Int32:
+        """[items, CHUNK_FIELDS] of the rows after the decodes, numbered as in the whole step."""
+        per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
+        begin, chunk = start[num_decodes:], count[num_decodes:]
+        items = plan_prefill(begin, chunk, num_decodes, per_tile, g.num_kv_heads, self._sms, sliding_window=g.sliding_window).items
+        items[:, CHUNK_ROW] += num_decodes
+        return items
+
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
-            size = decode_capacity(rows, g.num_kv_heads, self._sms).items * ITEM_FIELDS
-            items = plan[place : place + size].view(-1, ITEM_FIELDS)
-            work[g] = LayerWork(self._decode_work(g, rows, items), None)
-            place += size
-        return TritonAttend(self, [work[g] for g in self._geometries], block_tables, cache_slots, rows)
+            decodes, chunks = self._graph_items(g, shape)
+            items = plan[place : place + decodes * ITEM_FIELDS].view(-1, ITEM_FIELDS)
+            place += decodes * ITEM_FIELDS
+            chunk_work = None
+            if chunks:
+                chunk_items = plan[place : place + chunks * CHUNK_FIELDS].view(-1, CHUNK_FIELDS)
+                chunk_work = ChunkWork(chunk_items, self._chunk_tuning(g, shape), None, None, None)
+                place += chunks * CHUNK_FIELDS
+            work[g] = LayerWork(self._decode_work(g, shape.rows, items), chunk_work)
+        return TritonAttend(self, [work[g] for g in self._geometries], block_tables, block_tables, cache_slots, shape.rows)
 
     # One layer
 
@@ -244,7 +281,9 @@ class TritonAttention:
         """[2, blocks, kv_heads, block_size, head_dim]"""
         return self._caches[layer]
 
-    def run(self, layer: int, work: LayerWork, q: torch.Tensor, block_tables: torch.Tensor, decodes: int) -> torch.Tensor:
+    def run(
+        self, layer: int, work: LayerWork, q: torch.Tensor, block_tables: torch.Tensor, chunk_tables: torch.Tensor, decodes: int
+    ) -> torch.Tensor:
         """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
         spec, (keys, values) = self._layers[layer], self._caches[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -262,14 +301,13 @@ class TritonAttention:
                 tuning=work.decodes.tuning,
             )
         if (chunks := work.chunks) is not None:
-            tables = block_tables[decodes:]
             if chunks.gathered is not None and chunks.gather_chunks is not None:
-                gather_cache(keys, values, tables, chunks.gather_chunks, chunks.gathered)
+                gather_cache(keys, values, chunk_tables, chunks.gather_chunks, chunks.gathered)
             paged_prefill(
                 q,
                 keys,
                 values,
-                tables,
+                chunk_tables,
                 chunks.items,
                 self._chunk_parts[self._geometries[layer]],
                 out,
@@ -295,8 +333,11 @@ class TritonAttend:
     work: list[LayerWork]
     """By layer."""
     block_tables: torch.Tensor
+    chunk_tables: torch.Tensor
+    """The block tables that the items of chunks count rows of."""
     cache_slots: torch.Tensor
     decodes: int
+    """At most so many rows, the first, are decodes."""
     selected: SelectedWork | None = None
 
     @property
@@ -309,18 +350,19 @@ class TritonAttend:
         block, offset = self.cache_slots // size, self.cache_slots % size
         keys[block, :, offset] = k.to(keys.dtype)
         values[block, :, offset] = v.to(values.dtype)
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes)
+        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
         q = self._store(layer, qkv, rotation, qk_norm)
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.decodes).flatten(1)
+        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes).flatten(1)
 
     def attend_wanted(
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, wanted: torch.Tensor
     ) -> torch.Tensor:
         assert self.selected is not None
         q = self._store(layer, qkv, rotation, qk_norm).index_select(0, wanted)
-        return self.backend.run(layer, self.selected.work, q, self.selected.block_tables, len(wanted)).flatten(1)
+        tables = self.selected.block_tables
+        return self.backend.run(layer, self.selected.work, q, tables, tables, len(wanted)).flatten(1)
 
     def _store(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
         """Norm, rotate, write keys and values into the cache. Returns q, [tokens, heads, head_dim]."""

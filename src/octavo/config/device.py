@@ -6,14 +6,19 @@ The only file outside ops/, attention/, parallel/ and worker/graphs.py that talk
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
+import importlib.util
+import logging
 import os
 import platform
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from octavo.config.types import DeviceInfo
 from octavo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
@@ -40,7 +45,9 @@ def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
     if isinstance(found, DeviceInfo):
         return found
     if kind == "cuda":
-        raise ConfigError(f"device cuda was asked for, but {found}. Use --device cpu, or mend that.")
+        raise ConfigError(f"--device cuda was asked for, but {found.why}. Use --device cpu, or mend that.")
+    if found.there:
+        logger.warning("Running on the CPU, because %s.", found.why)
     return _cpu(cores)
 
 
@@ -92,23 +99,39 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cuda(threads: int) -> DeviceInfo | str:
+@dataclass(frozen=True)
+class _NoGpu:
+    why: str
+    there: bool = False
+    """There is a GPU, but it cannot be used."""
+
+
+def _cuda(threads: int) -> DeviceInfo | _NoGpu:
     """The first visible GPU, or why there is none."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "no NVIDIA driver is installed (libcuda.so.1 is missing)"
+        return _NoGpu("no NVIDIA driver is installed (libcuda.so.1 is missing)")
+    version, count, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if (status := cuda.cuInit(0)) != 0:
-        return f"the NVIDIA driver finds no usable GPU (cuInit: error {status})"
-    count, device = ctypes.c_int(), ctypes.c_int()
+        return _NoGpu(f"the NVIDIA driver finds no usable GPU ({_cuda_error(cuda, status)})")
     cuda.cuDeviceGetCount(ctypes.byref(count))
     if count.value == 0:
-        return "no GPU is visible (is CUDA_VISIBLE_DEVICES empty?)"
-    try:
-        if importlib.metadata.version("torch").endswith("+cpu"):
-            return "the installed torch is a CPU build (install a CUDA build of torch to use the GPU)"
-    except importlib.metadata.PackageNotFoundError:
-        return "torch is not installed"
+        return _NoGpu("no GPU is visible (is CUDA_VISIBLE_DEVICES empty?)")
+    built_for = torch_cuda_version()
+    if built_for is None:
+        return _NoGpu("torch is not installed", there=True)
+    if built_for == (0, 0):
+        return _NoGpu("the installed torch is a CPU build (install a CUDA build of torch to use the GPU)", there=True)
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    driver = version.value // 1000, version.value % 1000 // 10
+    # Within one major version of CUDA, older drivers run what was built for newer ones.
+    if driver[0] < built_for[0]:
+        return _NoGpu(
+            f"the NVIDIA driver is too old: it supports CUDA {driver[0]}.{driver[1]}, and the installed torch is built for CUDA "
+            f"{built_for[0]}.{built_for[1]} (update the driver, or install a torch built for CUDA {driver[0]})",
+            there=True,
+        )
     cuda.cuDeviceGet(ctypes.byref(device), 0)
     name, total = ctypes.create_string_buffer(256), ctypes.c_size_t()
     cuda.cuDeviceGetName(name, 256, device)
@@ -116,15 +139,39 @@ def _cuda(threads: int) -> DeviceInfo | str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     cuda.cuDeviceGetAttribute(ctypes.byref(major), _CU_COMPUTE_CAPABILITY_MAJOR, device)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CU_COMPUTE_CAPABILITY_MINOR, device)
+    called, capability = name.value.decode(errors="replace"), (major.value, minor.value)
+    oldest = _OLDEST_CUDA_13 if built_for[0] >= 13 else _OLDEST
+    if capability < oldest:
+        return _NoGpu(
+            f"{called} is too old: it has compute capability {major.value}.{minor.value}, and a torch built for CUDA {built_for[0]} "
+            f"needs {oldest[0]}.{oldest[1]}",
+            there=True,
+        )
     # Free memory needs a CUDA context: the worker, which has one, measures it.
-    return DeviceInfo(
-        kind="cuda",
-        name=name.value.decode(errors="replace"),
-        total_bytes=total.value,
-        free_bytes=total.value,
-        threads=threads,
-        capability=(major.value, minor.value),
-    )
+    return DeviceInfo(kind="cuda", name=called, total_bytes=total.value, free_bytes=total.value, threads=threads, capability=capability)
+
+
+_OLDEST, _OLDEST_CUDA_13 = (7, 0), (7, 5)
+
+
+def _cuda_error(cuda: ctypes.CDLL, status: int) -> str:
+    """The driver's own words for one of its errors."""
+    text = ctypes.c_char_p()
+    cuda.cuGetErrorString(status, ctypes.byref(text))
+    return f"{text.value.decode(errors='replace')}, error {status}" if text.value else f"error {status}"
+
+
+def torch_cuda_version() -> tuple[int, int] | None:
+    """The CUDA version that the installed torch was built for; (0, 0) for a CPU build, None without torch. Does not import it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return 0, 0
+    found = re.search(r"^cuda\b.*=\s*['\"](\d+)\.(\d+)", text, flags=re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _read_int(*paths: str) -> int | None:

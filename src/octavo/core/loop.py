@@ -73,6 +73,14 @@ class EngineCore:
         """Whether `step` has anything to do or to deliver."""
         return bool(self.life.num_live or self._flights or self.life.outbox)
 
+    def prepare(self) -> bool:
+        """Use a moment for what makes later steps quicker; whether something is left of that."""
+        try:
+            return self.executor.prepare(idle=not self.has_work())
+        except Exception:
+            logger.exception("Preparing for quicker steps failed; the engine goes on without.")
+            return False
+
     def shutdown(self) -> None:
         self.executor.shutdown()
 

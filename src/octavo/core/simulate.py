@@ -68,6 +68,10 @@ class InstantExecutor:
         ended = (plan.start + plan.count)[plan.sample] >= self._ends[slots]
         self._results.append(StepResult(plan.step_id, slots, np.where(ended, EOS_TOKEN, OTHER_TOKEN).astype(np.int32)))
 
+    def prepare(self, *, idle: bool) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def collect(self) -> StepResult:
         return self._results.popleft()
 

@@ -19,8 +19,16 @@ def no_progress(phase: str, done: int, total: int) -> None:
     """For callers with nothing to draw."""
 
 
-def build_engine(config: EngineConfig, progress: Progress = no_progress) -> tuple[EngineCore, EngineReady]:
+def build_server_engine(config: EngineConfig, progress: Progress = no_progress) -> tuple[EngineCore, EngineReady]:
+    """`build_engine`, ready sooner: what is left to prepare is done in gaps, by a loop that calls `EngineCore.prepare`."""
+    return build_engine(config, progress, defer=True)
+
+
+def build_engine(config: EngineConfig, progress: Progress = no_progress, *, defer: bool = False) -> tuple[EngineCore, EngineReady]:
     """A loaded engine, ready for requests, and what it reports about itself. Takes as long as loading the model takes.
+
+    Args:
+        defer: leave for `EngineCore.prepare` what can wait.
 
     Raises:
         OctavoError: the model cannot be loaded or does not fit.
@@ -36,7 +44,7 @@ def build_engine(config: EngineConfig, progress: Progress = no_progress) -> tupl
     else:
         from octavo.worker.worker import Worker
 
-        executor = InlineExecutor(lambda: Worker(config, progress))
+        executor = InlineExecutor(lambda: Worker(config, progress, defer_graphs=defer))
     try:
         return EngineCore(config, executor), executor.ready_report
     except BaseException:

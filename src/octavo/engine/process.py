@@ -17,6 +17,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from octavo.protocol.engine import (
     FinishReason,
     FromEngine,
     NewRequest,
+    Phase,
     Ping,
     Pong,
     ReleaseHeld,
@@ -112,9 +114,10 @@ def _failed(request_id: str, index: int, n: int, why: str) -> list[TokenDelta]:
 
 
 def serve(engine: EngineCore, mailbox: Mailbox) -> None:
-    """Turn the loop until `Shutdown`."""
+    """Turn the loop until `Shutdown`. What the engine left to prepare is done while there is nothing else to do, or now and then."""
+    preparing = True
     while True:
-        message = mailbox.receive(block=not engine.has_work())
+        message = mailbox.receive(block=not (engine.has_work() or preparing))
         while message is not None:
             if isinstance(message, Shutdown):
                 return
@@ -125,6 +128,7 @@ def serve(engine: EngineCore, mailbox: Mailbox) -> None:
             if outputs.stats is None:
                 outputs.stats = engine.stats()
             mailbox.send(outputs)
+        preparing = preparing and engine.prepare()
 
 
 def _handle(engine: EngineCore, mailbox: Mailbox, message: ToEngine) -> None:
@@ -172,6 +176,13 @@ def _load_builder(name: str) -> Builder:
     return builder
 
 
+def seconds_alive() -> float:
+    """Since the process was started: what imports took before there was a clock to look at."""
+    import psutil
+
+    return time.time() - float(psutil.Process().create_time())
+
+
 def main() -> int:
     """Exit code 0 after `Shutdown` or SIGTERM, 1 after a failure that has been reported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
@@ -187,7 +198,8 @@ def main() -> int:
         gc.collect()
         gc.freeze()  # what is alive now lives as long as the process: later collections need not walk it
         gc.set_threshold(100_000, 20, 100)  # the loop makes many short-lived structs and hardly any cycles
-        mailbox.send(msgspec.structs.replace(ready, pid=os.getpid()))
+        phases = [Phase("process", max(0.0, seconds_alive() - sum(p.seconds for p in ready.phases))), *ready.phases]
+        mailbox.send(msgspec.structs.replace(ready, pid=os.getpid(), phases=phases))
         serve(engine, mailbox)
     except _Terminated:
         pass
@@ -207,4 +219,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All that is ours is closed. What native libraries do after the interpreter's end takes time, and must not turn a clean end into
+    # an abort.
+    os._exit(code)

@@ -35,4 +35,14 @@ class Executor(Protocol):
             Exception: the step failed. The core fails the requests in that step, not the loop.
         """
 
+    def prepare(self, *, idle: bool) -> bool:
+        """Do a piece of work that makes later steps quicker, if one is left.
+
+        Args:
+            idle: nobody waits for a step.
+
+        Returns:
+            whether something is left to do.
+        """
+
     def shutdown(self) -> None: ...

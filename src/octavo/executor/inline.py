@@ -26,6 +26,8 @@ class Rank(Protocol):
 
     def collect(self) -> StepResult: ...
 
+    def prepare(self, *, idle: bool) -> bool: ...
+
     def shutdown(self) -> None: ...
 
 
@@ -53,6 +55,9 @@ class InlineExecutor:
 
     def collect(self) -> StepResult:
         return self._worker.collect()
+
+    def prepare(self, *, idle: bool) -> bool:
+        return self._worker.prepare(idle=idle)
 
     def shutdown(self) -> None:
         """Release the worker's memory. Calling it again does nothing."""

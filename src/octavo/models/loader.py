@@ -58,7 +58,8 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if 0 < config.device.total_bytes < needed:
+    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
+    if 0 < room < needed:
         raise ConfigError(_too_large(config, needed))
 
     assembly = Assembly(spec, family.weights, ops, dtype, device)
@@ -139,7 +140,18 @@ def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec,
 
 
 def _too_large(config: EngineConfig, needed: int) -> str:
-    return (
-        f"The weights of {config.model.name} need {format_bytes(needed)} in {config.model.dtype}, which {config.device.name} "
-        f"({format_bytes(config.device.total_bytes)}) cannot hold. Use a smaller model or dtype."
+    """What to say of weights of `needed` bytes that do not fit, and what would."""
+    device, dtype = config.device, config.model.dtype
+    room = device.free_bytes or device.total_bytes
+    itemsize = getattr(torch, dtype).itemsize
+    # A tenth stays for a step's own memory and a small cache.
+    text = (
+        f"The weights of {config.model.name} need {format_bytes(needed)} in {dtype}, but {device.name} has {format_bytes(room)} free "
+        f"of {format_bytes(device.total_bytes)}. It has room for about {0.9 * room / itemsize / 1e9:.1f} billion parameters in {dtype}: "
+        "use a smaller model"
     )
+    if device.kind == "cuda" and itemsize > 2:
+        text += " or --dtype bfloat16"
+    if room < 0.9 * device.total_bytes:
+        text += ", or end what else uses the memory"
+    return text + "."

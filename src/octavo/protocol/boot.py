@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from octavo.config.types import EngineConfig
 
-DEFAULT_BUILDER = "octavo.engine.build:build_engine"
+DEFAULT_BUILDER = "octavo.engine.build:build_server_engine"
 
 
 @dataclass(frozen=True)

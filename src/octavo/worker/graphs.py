@@ -1,8 +1,12 @@
-"""Decode steps as CUDA graphs: the whole step, from the slot tables to the sampled token in its place, is one launch.
+"""Steps as CUDA graphs: the whole step, from the slot tables to the sampled token in its place, is two launches.
 
-A graph is captured for each of a few numbers of rows; a step takes the next larger one, and the rows it lacks compute something
-harmless. What differs from step to step is data: one pinned upload holds slots, positions, what rows want of the sampler, new
-block-table entries and the attention plan, and is copied over that of the step before, in stream order.
+The first ends in the logits, the second draws from them. Where a row wants more of the sampler than a draw (penalties, masks,
+logprobs), only the first is a replay, and the sampler goes on from its logits.
+
+A graph is captured for each of a number of shapes (`graph_layout.py`): steps of decodes, and small steps with prompt chunks
+among them. A step takes the next larger one, and the rows and tokens it lacks compute something harmless. What differs from step
+to step is data: slots, positions, what rows want of the sampler, new block-table entries and the attention plan fill a line of
+pinned memory, which the graph reads itself, as it writes the tokens into another (`ops/triton/step_ring.py`).
 
 All graphs share one memory pool, which works because no two of them are ever in the stream at once in another order than launched.
 On a CPU the same step runs uncaptured, for tests.
@@ -10,101 +14,76 @@ On a CPU the same step runs uncaptured, for tests.
 
 from __future__ import annotations
 
-import bisect
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.attention.base import GraphAttention
+from octavo.attention.base import GraphAttention, GraphShape
 from octavo.models.decoder import Model
 from octavo.ops.registry import Draw, DrawRows
-from octavo.ops.triton.block_table_diffs import write_block_table_diffs
-from octavo.ops.triton.gather_inputs import DecodeInputs, gather_decode_inputs
-from octavo.protocol.step import StepPlan
+from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
+from octavo.ops.triton.step_ring import publish, receive
+from octavo.protocol.step import Int32, StepPlan
 from octavo.sampling.random import row_keys
-from octavo.sampling.state import Feature, SamplerState
+from octavo.sampling.state import SamplerState
+from octavo.worker.graph_layout import HEADER, NUM_DIFFS, NUM_ROWS, NUM_SAMPLED, NUM_TOKENS, Columns, Layout
 from octavo.worker.slots import SlotTables
 
-UPLOADS = 4
-"""Pinned buffers in turn: more than there are steps in flight, so that filling one never waits."""
+T = TypeVar("T")
 
-T = TypeVar("T", npt.NDArray[np.int32], torch.Tensor)
-
-
-@dataclass(frozen=True)
-class Columns(Generic[T]):
-    """The parts of a step's upload, on the host or on the device; each 1-D."""
-
-    num_rows: T
-    num_diffs: T
-    slots: T
-    starts: T
-    modes: T
-    keys: T
-    """2 numbers a row."""
-    diffs: T
-    """Slots, then indices, then blocks of new block-table entries."""
-    plan: T
-    """The attention plan."""
+SPARE_LINES = 3
+"""Lines of the rings beyond the steps in flight: the one being launched, the one being collected, and one for a capture."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the columns of a step of up to `rows` rows lie: offsets in int32 numbers, all at multiples of 16 bytes."""
-
-    rows: int
-    plan_size: int
-
-    @property
-    def padded(self) -> int:
-        """Room for rows, and for block-table diffs."""
-        return -(-self.rows // 4) * 4
-
-    @functools.cached_property
-    def bounds(self) -> list[tuple[int, int]]:
-        n = self.padded
-        sizes = [4, 4, n, n, n, 2 * n, 3 * n, -(-self.plan_size // 4) * 4]
-        ends = np.cumsum(sizes).tolist()
-        return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-    @property
-    def size(self) -> int:
-        return self.bounds[-1][1]
-
-    def split(self, buffer: T) -> Columns[T]:
-        return Columns(*(buffer[begin:end] for begin, end in self.bounds))
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A pinned buffer, and when the device has read it."""
+class Ring:
+    """Pinned lines that take turns."""
 
     tensor: torch.Tensor
-    array: npt.NDArray[np.int32]
-    read: torch.cuda.Event | None
+    """[lines, size] int32"""
+    array: Int32
+    """The same memory."""
 
     @classmethod
-    def allocate(cls, size: int, *, cuda: bool) -> Upload:
-        tensor = torch.zeros(size, dtype=torch.int32, pin_memory=cuda)
-        return cls(tensor, tensor.numpy(), torch.cuda.Event() if cuda else None)  # type: ignore[no-untyped-call]
+    def allocate(cls, lines: int, size: int, *, cuda: bool) -> Ring:
+        tensor = torch.zeros(lines, size, dtype=torch.int32, pin_memory=cuda)
+        return cls(tensor, tensor.numpy())
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Numbers of rows that graphs are captured for, ascending: fine where a row more costs much, coarse where it does not."""
-    steps = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, max_rows, 64)]
-    return [*(rows for rows in steps if rows < max_rows), max_rows]
+@dataclass(frozen=True)
+class Captured:
+    """A shape that steps can take."""
+
+    layout: Layout
+    compute: Callable[[], torch.Tensor]
+    """Run the step up to the logits, [rows of the shape, vocab]. They hold until the next step."""
+    finish: Callable[[], None]
+    """Draw from those logits, and publish the tokens."""
+    lines: list[Columns[npt.NDArray[np.int32]]]
+    """Views of each line of the upload ring, made once: a step has no time for it."""
 
 
-class DecodeGraphs:
-    """Owns the graphs of one worker, and the buffers of fixed address that they work on."""
+class StepGraphs:
+    """Owns the graphs of one worker, and the buffers of fixed address that they work on.
+
+    Args:
+        shapes: what to capture, when `capture` is called with it.
+        inflight: most steps launched and not collected when another is launched.
+    """
 
     def __init__(
-        self, model: Model, attention: GraphAttention, tables: SlotTables, state: SamplerState, draw: Draw, sizes: Sequence[int]
+        self,
+        model: Model,
+        attention: GraphAttention,
+        tables: SlotTables,
+        state: SamplerState,
+        draw: Draw,
+        shapes: Sequence[GraphShape],
+        inflight: int,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -112,119 +91,191 @@ class DecodeGraphs:
         self._state = state
         self._draw = draw
         self._device = tables.device
-        self._sizes = sorted(sizes)
-        self._layouts = {rows: Layout(rows, attention.graph_plan_size(rows)) for rows in self._sizes}
-        largest, size = self._sizes[-1], max(layout.size for layout in self._layouts.values())
-        cuda = self._device.type == "cuda"
-        self._uploads = [Upload.allocate(size, cuda=cuda) for _ in range(UPLOADS)]
+        self._layouts = {shape: Layout(shape, attention.graph_plan_size(shape), tables.block_size) for shape in shapes}
+        rows, tokens = max(shape.rows for shape in shapes), max(shape.tokens for shape in shapes)
+        lines, size, cuda = inflight + SPARE_LINES, max(layout.size for layout in self._layouts.values()), self._device.type == "cuda"
+        self._uploads = Ring.allocate(lines, size, cuda=cuda)
+        self._tokens = Ring.allocate(lines, rows, cuda=cuda)
         self._turn = 0
-        self._columns = {
-            (turn, rows): layout.split(upload.array) for turn, upload in enumerate(self._uploads) for rows, layout in self._layouts.items()
-        }
-        """Views of each pinned buffer, made once: a step has no time for it."""
+        self._device_turn = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._received = torch.zeros(size, dtype=torch.int32, device=self._device)
-        self._inputs = DecodeInputs.allocate(largest, tables.blocks.shape[1], self._device)
-        self._out = torch.zeros(largest, dtype=torch.int32, device=self._device)
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._inputs = StepInputs.allocate(rows, tokens, tables.blocks.shape[1], self._device)
+        self._out = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._ready: list[Captured] = []
+        """Ascending by tokens; of equal ones, decodes first, then those with room for few rows."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture what has not been captured, largest first: the others then fit into the memory it took."""
-        if self._device.type != "cuda":
-            self._replays = {rows: self._step(rows) for rows in self._sizes}
-            return
-        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        pool = torch.cuda.graph_pool_handle()
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for rows in reversed(self._sizes):
-                if rows in self._replays:
-                    continue
-                step = self._step(rows)
-                step()  # Whatever is compiled, loaded or chosen at first use must not be so during a capture.
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    step()
-                finally:
-                    graph.capture_end()
-                self._graphs.append(graph)
-                self._replays[rows] = graph.replay
-        stream.synchronize()
+    def capture(self, shape: GraphShape) -> None:
+        """Make steps of a shape quick. No step may be running. The largest shapes first: the others fit into the memory they took."""
+        compute, draw = self._step(shape)
+        finish: Callable[[], None]
+        if self._stream is None:
+            compute, finish = _remembering(compute, draw)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._run_empty(compute, draw)  # Whatever is compiled, loaded or chosen at first use must not be so during a capture.
+                replay, logits = self._record(compute)
+                finish, _ = self._record(lambda: draw(logits))
+            self._stream.synchronize()
+            compute = _returning(replay, logits)
+        layout = self._layouts[shape]
+        self._ready.append(Captured(layout, compute, finish, [layout.split(line) for line in self._uploads.array]))
+        self._ready.sort(key=lambda c: (c.layout.shape.tokens, c.layout.shape.chunks, c.layout.shape.rows))
 
-    def _step(self, rows: int) -> Callable[[], None]:
-        """What a graph of `rows` rows does."""
-        layout, tables, inputs = self._layouts[rows], self._tables, self._inputs
+    def _record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """A graph of what `work` launches: how to replay it, and where its result will be."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = work()
+        finally:
+            graph.capture_end()
+        self._graphs.append(graph)
+        return graph.replay, result
+
+    @torch.inference_mode()
+    def rehearse(self, shape: GraphShape) -> None:
+        """Call the kernels of a shape's step, where calling one only compiles it."""
+        compute, draw = self._step(shape)
+        draw(compute())
+
+    def _run_empty(self, compute: Callable[[], torch.Tensor], draw: Callable[[torch.Tensor], None]) -> None:
+        """A step of no rows."""
+        self._uploads.array[self._turn] = 0
+        draw(compute())
+        self._turn = (self._turn + 1) % len(self._uploads.array)
+
+    def _step(self, shape: GraphShape) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+        """What the graphs of `shape` do: the step up to the logits, and what is done with them."""
+        layout, tables = self._layouts[shape], self._tables
         columns = layout.split(self._received)
-        mine = DecodeInputs(
-            inputs.token_ids[:rows],
-            inputs.positions[:rows],
-            inputs.cache_slots[:rows],
-            inputs.context_lens[:rows],
-            inputs.block_tables[:rows],
-        )
-        diffs = columns.diffs.view(3, -1)
-        draws = DrawRows(columns.slots, columns.starts, columns.modes, columns.keys.view(-1, 2), columns.num_rows, ahead=1)
-        longest = tables.blocks.shape[1] * tables.block_size
-        attend = self._attention.graph_attend(columns.plan[: layout.plan_size], rows, mine.block_tables, mine.cache_slots)
+        header = [columns.header[4 * i : 4 * i + 1] for i in range(HEADER)]
+        inputs = self._inputs.part(shape.rows, shape.tokens)
+        attend = self._attention.graph_attend(columns.plan[: layout.plan_size], shape, inputs.block_tables, inputs.cache_slots)
+        slots, positions, last, chunks = columns.slots, columns.contexts, None, {}
+        if shape.chunks:
+            slots, positions, last = columns.sampled_slots, columns.sampled_positions, columns.last_tokens[: shape.rows]
+            chunks = {"row_of_token": columns.row_of_token, "offsets": columns.offsets, "num_tokens": header[NUM_TOKENS]}
+        draws = DrawRows(slots, positions, columns.modes, columns.keys.view(-1, 2), header[NUM_SAMPLED])
+        out = self._out[: shape.rows]
 
-        def step() -> None:
-            write_block_table_diffs(diffs, columns.num_diffs, tables.blocks)
-            gather_decode_inputs(
-                columns.slots, columns.starts, columns.num_rows, tables.tokens, tables.blocks, tables.block_size, longest, mine
+        def compute() -> torch.Tensor:
+            receive(
+                self._uploads.tensor,
+                self._device_turn,
+                self._received,
+                layout.diffs_at,
+                tables.blocks,
+                num_diffs_at=4 * NUM_DIFFS,
+                diffs_at=layout.diffs_at,
+                capacity=layout.max_diffs,
             )
-            hidden = self._model.forward(mine.token_ids, mine.positions, attend)
-            self._draw(self._model.compact_logits(hidden), draws, self._state.numbers, self._out[:rows], tables.tokens)
+            gather_step_inputs(
+                columns.slots, columns.contexts, header[NUM_ROWS], tables.tokens, tables.blocks, tables.block_size, inputs, **chunks
+            )
+            return self._model.compact_logits(self._model.forward(inputs.token_ids, inputs.positions, attend, last))
 
-        return step
+        def draw(logits: torch.Tensor) -> None:
+            self._draw(logits, draws, self._state.numbers, out, tables.tokens)
+            publish(out, header[NUM_SAMPLED], self._tokens.tensor, self._device_turn)
+
+        return compute, draw
 
     def close(self) -> None:
         """Free the graphs, after the last of them has run."""
         if self._graphs:
             torch.cuda.synchronize(self._device)
-        self._replays = {}
+        self._ready = []
         for graph in self._graphs:
             graph.reset()
         self._graphs = []
 
-    def fitting(self, plan: StepPlan) -> int | None:
-        """The number of rows of the graph that can run `plan`, if one can: only decodes, and nothing special in the sampler."""
-        count = len(plan.slots)
-        if not 0 < count <= self._sizes[-1] or plan.num_tokens != count or plan.init or not plan.sample.all():
+    def fitting(self, plan: StepPlan) -> Captured | None:
+        """The graphs that can run `plan`, if any can: they have room for it, and no prompt is to be scored."""
+        rows, tokens, state = len(plan.slots), plan.num_tokens, self._state
+        if not self._ready or not 0 < tokens <= self._ready[-1].layout.shape.tokens or state.wants_prompt_logprobs[plan.slots].any():
             return None
-        rows = self._sizes[bisect.bisect_left(self._sizes, count)]
-        state, slots = self._state, plan.slots
-        special = (state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any() or state.wants_prompt_logprobs[slots].any()
-        if special or rows not in self._replays or len(plan.table_slots) > self._layouts[rows].padded:
-            return None
-        return rows
+        all_sampled = bool(plan.sample.all())
+        only_decodes = all_sampled and tokens == rows
+        chunks = int(np.count_nonzero(plan.count > 1))
+        diffs = 0 if plan.init else len(plan.table_slots)
+        for captured in self._ready:
+            shape = captured.layout.shape
+            if tokens > shape.tokens or rows > shape.rows or diffs > captured.layout.max_diffs:
+                continue
+            if only_decodes or (shape.chunks and chunks <= shape.chunks):
+                return captured
+        return None
 
-    def launch(self, plan: StepPlan, rows: int) -> torch.Tensor:
-        """Run a plan with the graph of `rows` rows, block-table diffs included.
+    def launch(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
+        """Run a plan, whose rows want nothing but a draw, with graphs that fit it. Its block-table diffs are written unless requests
+        enter with it: then the tables have been updated before.
 
         Returns:
-            [rows of the plan] int32 on the device: the tokens, -1 where logits were not usable. Overwritten by the next launch.
+            [sampled rows] int32 on the host, once the stream has come past this: the tokens, -1 where logits were not usable.
+            Overwritten when as many steps as the ring has lines have been launched after it.
         """
-        layout, upload, columns = self._layouts[rows], self._uploads[self._turn], self._columns[self._turn, rows]
-        self._turn = (self._turn + 1) % UPLOADS
-        if upload.read is not None:
-            upload.read.synchronize()
-        self._fill(plan, rows, columns)
-        self._received[: layout.size].copy_(upload.tensor[: layout.size], non_blocking=True)
-        if upload.read is not None:
-            upload.read.record()
-        self._replays[rows]()
-        return self._out[: len(plan.slots)]
+        turn = self._turn
+        self._fill(plan, captured.layout.shape, captured.lines[turn])
+        captured.compute()
+        captured.finish()
+        self._turn = (turn + 1) % len(self._uploads.array)
+        return self._tokens.tensor[turn, : int(np.count_nonzero(plan.sample))]
 
-    def _fill(self, plan: StepPlan, rows: int, columns: Columns[npt.NDArray[np.int32]]) -> None:
-        slots, state, n, d = plan.slots, self._state, len(plan.slots), len(plan.table_slots)
-        columns.num_rows[0], columns.num_diffs[0] = n, d
-        columns.slots[:n] = slots
-        columns.starts[:n] = plan.start
-        columns.modes[:n] = state.features[slots]
-        keys = row_keys(state.seeds[slots], state.indices[slots], plan.start + 1)
-        columns.keys[: 2 * n] = keys.astype(np.uint32).view(np.int32).reshape(-1)
-        if d:
-            columns.diffs.reshape(3, -1)[:, :d] = plan.table_slots, plan.table_index, plan.table_blocks
-        self._attention.graph_plan(plan.start + 1, rows, columns.plan)
+    def compute(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
+        """`launch` up to the logits of the sampled rows, [sampled rows, vocab]: they may be overwritten, and hold until the next step."""
+        turn = self._turn
+        self._fill(plan, captured.layout.shape, captured.lines[turn])
+        logits = captured.compute()
+        publish(self._out[:1], self._nothing, self._tokens.tensor, self._device_turn)
+        self._turn = (turn + 1) % len(self._uploads.array)
+        return logits[: int(np.count_nonzero(plan.sample))]
+
+    def _fill(self, plan: StepPlan, shape: GraphShape, columns: Columns[npt.NDArray[np.int32]]) -> None:
+        state, rows, diffs = self._state, len(plan.slots), 0 if plan.init else len(plan.table_slots)
+        contexts = plan.start + plan.count
+        slots, positions = plan.slots, contexts
+        columns.slots[:rows] = slots
+        columns.contexts[:rows] = contexts
+        if shape.chunks:
+            ends = np.cumsum(plan.count, dtype=np.int32)
+            slots, positions = slots[plan.sample], contexts[plan.sample]
+            columns.offsets[:rows] = contexts - ends
+            columns.row_of_token[: plan.num_tokens] = np.repeat(np.arange(rows, dtype=np.int32), plan.count)
+            columns.last_tokens[: len(slots)] = ends[plan.sample] - 1
+            columns.last_tokens[len(slots) :] = 0
+            columns.sampled_slots[: len(slots)] = slots
+            columns.sampled_positions[: len(slots)] = positions
+        columns.modes[: len(slots)] = state.features[slots]
+        keys = row_keys(state.seeds[slots], state.indices[slots], positions)
+        columns.keys[: 2 * len(slots)] = keys.astype(np.uint32).view(np.int32).reshape(-1)
+        if diffs:
+            columns.diffs.reshape(3, -1)[:, :diffs] = plan.table_slots, plan.table_index, plan.table_blocks
+        self._attention.graph_plan(plan.start, plan.count, shape, columns.plan)
+        columns.header[::4] = rows, plan.num_tokens, len(slots), diffs
+
+
+def _returning(replay: Callable[[], None], result: T) -> Callable[[], T]:
+    def call() -> T:
+        replay()
+        return result
+
+    return call
+
+
+def _remembering(
+    compute: Callable[[], torch.Tensor], draw: Callable[[torch.Tensor], None]
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """The two parts of a step that is not captured: the second finds the result of the first."""
+    kept: list[torch.Tensor] = []
+
+    def first() -> torch.Tensor:
+        kept[:] = [compute()]
+        return kept[0]
+
+    return first, lambda: draw(kept.pop())

@@ -6,6 +6,7 @@ allocator. On a CPU that would take seconds to find out little, so its need is b
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ CPU_CACHE_BYTES = 4 * 2**30
 """Largest default cache on a CPU: other programs live there too. Pages are only taken as blocks are first used."""
 CPU_FRACTION = 0.5
 """Of the host memory still free, this much may go to the cache by default."""
+CONTEXT_BYTES = 2**30
+"""What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
+HEADROOM = 0.01
+"""Of a GPU's memory, left free in any case: other processes may want a little more, and fragments are not worth a crash."""
 LARGEST_TILES_BYTES = 192 * 2**20
 """Attention tiles and masks, and a sampler or logprobs slice with its copies (see those files for the single limits)."""
 
@@ -31,7 +36,7 @@ class Budget:
 
     total: int
     other: int
-    """In use by other processes (and by the driver) when we started."""
+    """In use by other processes (and by the driver)."""
     weights: int
     activations: int
     """The worst step, the tables and the captured graphs."""
@@ -103,10 +108,16 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
         return text + f", or raise --kv-cache-memory-bytes to at least {needed}."
     if config.device.kind == "cpu":
         return text + f", or set --cpu-kvcache-space to at least {needed / 2**30:.2f} (GiB)."
-    fraction = (needed + budget.other + budget.weights + budget.activations) / max(1, budget.total)
-    if fraction < 1.0:
-        return text + f", or raise --gpu-memory-utilization to {fraction + 0.005:.2f}."
-    return text + "."
+    used = budget.weights + budget.activations
+    fraction = (needed + min(budget.other, CONTEXT_BYTES) + used) / max(1, budget.total)
+    if fraction < 1.0 and needed + budget.other + used < budget.total:
+        text += f", or raise --gpu-memory-utilization to {fraction + 0.005:.2f}"
+    text += "."
+    if budget.activations > 2 * needed:
+        text += f" A step may take {format_bytes(budget.activations)}: --max-num-batched-tokens and --max-num-seqs lower that."
+    if budget.other > CONTEXT_BYTES:
+        text += f" Other processes hold {format_bytes(budget.other)} of the GPU's {format_bytes(budget.total)}."
+    return text
 
 
 def cannot_allocate(config: EngineConfig, budget: Budget, size: CacheSize, bytes_per_block: int) -> str:
@@ -146,17 +157,54 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
     return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
 
 
-def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemory, device: torch.device) -> Budget:
+def measured_device(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The config with the GPU's memory as its driver counts it: what was free before anything was loaded.
+
+    Raises:
+        ConfigError: torch cannot use the GPU.
+    """
+    if device.type != "cuda":
+        return config
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"{config.device.name} has no memory left for another process. Free some, or use --device cpu.") from None
+    except RuntimeError as e:
+        raise ConfigError(f"torch {torch.__version__} cannot use {config.device.name}: {str(e).splitlines()[0]}") from None
+    return dataclasses.replace(config, device=dataclasses.replace(config.device, free_bytes=free, total_bytes=total))
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """A GPU's memory at one moment, in bytes."""
+
+    total: int
+    free: int
+    reserved: int
+    """By this process's allocator."""
+
+    @staticmethod
+    def now(device: torch.device) -> CudaMemory:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return CudaMemory(total, free, torch.cuda.memory_reserved(device))
+
+
+def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemory, memory: CudaMemory) -> Budget:
     """After the worst step has run, and with nothing but weights and tables allocated any more.
 
+    The allowed fraction of the card is for this process alone. Others may hold what is beyond it; where they hold more, there is less
+    for us, down to what is really free.
+
     Args:
-        peak: the allocator's, which counts weights, tables and the step. What the device misses beyond our reservation is the
-            driver's and other processes'.
+        peak: the allocator's, which counts weights, tables and the step.
     """
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    other = max(0, total - free - torch.cuda.memory_reserved(device))
+    other = max(0, memory.total - memory.free - memory.reserved)
     used = peak + graphs.shared + graphs.others
-    cache = int(total * config.cache.memory_utilization) - other - used
-    return Budget(total=total, other=other, weights=weights, activations=max(0, used - weights), cache=min(cache, free - graphs.shared))
+    share = int(memory.total * config.cache.memory_utilization) - min(other, CONTEXT_BYTES) - used
+    there = memory.total - other - used - int(HEADROOM * memory.total)
+    asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
+    return Budget(
+        total=memory.total, other=other, weights=weights, activations=max(0, used - weights), cache=there if asked else min(share, there)
+    )

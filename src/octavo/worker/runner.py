@@ -1,7 +1,7 @@
 """One step on one rank: update the tables, gather inputs, forward, sample, publish.
 
-A step of plain decodes is one captured graph where the device has those (`worker/graphs.py`); any other is run operation by
-operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
+A step of plain decodes or of short prompts is one captured graph where the device has those (`worker/graphs.py`); any other is run
+operation by operation. `launch` never waits for the device: it returns what will be the result, with the copies to the host under way. `settle` waits
 for them and makes the `StepResult`. On a CPU the work is done when `launch` returns.
 """
 
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import Model
-from octavo.ops.transfer import download, upload_many
+from octavo.ops.transfer import upload_many
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, StepPlan, StepResult
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
@@ -27,6 +27,10 @@ from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
+
+if TYPE_CHECKING:
+    from octavo.worker.graphs import Captured, StepGraphs
+    from octavo.worker.native_steps import NativeSteps
 
 logger = logging.getLogger(__name__)
 
@@ -87,24 +91,6 @@ class Launched:
     clock: StepClock
 
 
-class WholeSteps(Protocol):
-    """Steps that run as one call, where a device has such: `worker.graphs.DecodeGraphs`, `worker.native_steps.NativeSteps`."""
-
-    def fitting(self, plan: StepPlan) -> int | None:
-        """How many rows the call takes that can run `plan`, or None: it must be run operation by operation."""
-
-    def launch(self, plan: StepPlan, rows: int) -> torch.Tensor:
-        """Run a plan that fits, block-table diffs included.
-
-        Args:
-            rows: what `fitting` said.
-
-        Returns:
-            [sampled rows] int32 on the device: the tokens, which are also in their places in the token table; -1 where logits were not
-            usable. May be overwritten by the next launch.
-        """
-
-
 class Runner:
     """Runs steps. Owns nothing that outlives a step; the tables, the cache and the weights belong to its parts."""
 
@@ -115,14 +101,16 @@ class Runner:
         tables: SlotTables,
         sampler_state: SamplerState,
         sampler: Sampler,
-        whole_steps: WholeSteps | None = None,
+        graphs: StepGraphs | None = None,
+        native: NativeSteps | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._tables = tables
         self._state = sampler_state
         self._sampler = sampler
-        self._whole_steps = whole_steps
+        self._graphs = graphs
+        self._native = native
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -134,17 +122,40 @@ class Runner:
         clock = StepClock(self._tables.device)
         slots = plan.slots[plan.sample]
         self._seat(plan)
-        rows = None if self._whole_steps is None else self._whole_steps.fitting(plan)
-        if self._whole_steps is not None and rows is not None:
+        if self._native is not None and self._native.fits(plan):
             self._copy_blocks(plan)
-            tokens = download(self._whole_steps.launch(plan, rows))
+            tokens = self._native.launch(plan)
             clock.stop()
             return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
+        captured = None if self._graphs is None else self._graphs.fitting(plan)
+        if self._graphs is not None and captured is not None:
+            if plan.init:
+                self._tables.update(plan)
+            self._copy_blocks(plan)
+            sampled = self._replay(self._graphs, plan, captured, slots)
+            clock.stop()
+            return Launched(plan.step_id, slots, sampled, [], clock)
         self._tables.update(plan)
         self._copy_blocks(plan)
         sampled, prompt_scores = self._compute(plan) if plan.num_tokens else ([], [])
         clock.stop()
         return Launched(plan.step_id, slots, sampled, prompt_scores, clock)
+
+    def _replay(self, graphs: StepGraphs, plan: StepPlan, captured: Captured, slots: Int32) -> list[Sampled]:
+        """A step by captured graphs. The tables hold what the plan says of requests that enter.
+
+        Args:
+            slots: of the rows to be sampled.
+        """
+        if self._sampler.only_draws(slots):
+            return [Sampled(graphs.launch(plan, captured), None, None, slots[:0], ())]
+        positions = (plan.start + plan.count)[plan.sample]
+        try:
+            row_slots, row_positions = upload_many([slots, positions], self._tables.device)
+            return [self._sample(graphs.compute(plan, captured).float(), slots, positions, row_slots, row_positions).to_host()]
+        except torch.OutOfMemoryError:
+            pass
+        return self._compute(plan)[0]
 
     def _seat(self, plan: StepPlan) -> None:
         self._state.leave(plan.free_slots)
@@ -183,18 +194,18 @@ class Runner:
             return [], prompt_scores
         if scored:
             hidden = hidden.index_select(0, last)
-        return [self._sample(hidden, slots, positions, row_slots, row_positions).to_host()], prompt_scores
+        logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
+        return [self._sample(logits, slots, positions, row_slots, row_positions).to_host()], prompt_scores
 
     def _sample(
-        self, hidden: torch.Tensor, slots: Int32, positions: Int32, row_slots: torch.Tensor, row_positions: torch.Tensor
+        self, logits: torch.Tensor, slots: Int32, positions: Int32, row_slots: torch.Tensor, row_positions: torch.Tensor
     ) -> Sampled:
         """Sample, and write the tokens where the next step reads them.
 
         Args:
-            hidden: [sampled rows, hidden]
+            logits: [sampled rows, vocab], see `Sampler.sample`.
             slots, positions: [sampled rows]; `row_slots` and `row_positions` are the same on the device.
         """
-        logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
         sampled = self._sampler.sample(logits, slots, positions)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
         return sampled

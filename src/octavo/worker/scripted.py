@@ -216,6 +216,10 @@ class ScriptedWorker:
             raise RuntimeError(result.message)
         return result
 
+    def prepare(self, *, idle: bool) -> bool:
+        """There is nothing to prepare."""
+        return False
+
     def shutdown(self) -> None:
         self._seats.clear()
         self._results.clear()

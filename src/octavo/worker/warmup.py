@@ -68,16 +68,21 @@ def made_up_step(counts: list[int], sampling: SamplingParams, *, start: int = 0)
     )
 
 
-def first_steps(config: EngineConfig) -> list[StepPlan]:
-    """A prompt chunk, a chunk with a prefix, and a decode. On a GPU also chunks of the lengths that take different kernels, so that
-    none is compiled while a user waits. Code that was compiled before needs only its scratch memory: one chunk."""
+def _lengths(config: EngineConfig) -> tuple[int, list[int]]:
+    """A short chunk that fits twice into a sequence, and the lengths of whole prompts to try."""
     longest = config.model.max_model_len - 1
     most = min(config.scheduler.max_num_batched_tokens, longest)
     chunk = max(1, min(WARMUP_TOKENS, config.scheduler.max_num_batched_tokens, longest // 2))
-    sampling = every_feature(config.model.vocab_size)
+    return chunk, [chunk] if config.device.kind == "cpu" else sorted({min(n, most) for n in GPU_CHUNKS})
+
+
+def first_steps(config: EngineConfig) -> list[StepPlan]:
+    """A prompt chunk, a chunk with a prefix, and a decode. On a GPU also chunks of the lengths that take different kernels, so that
+    none is compiled while a user waits. Code that was compiled before needs only its scratch memory: one chunk."""
+    chunk, lengths = _lengths(config)
     if config.device.native_kernels:
         return [made_up_step([chunk], SamplingParams(temperature=0.7, seed=0, max_tokens=2))]
-    lengths = [chunk] if config.device.kind == "cpu" else sorted({min(n, most) for n in GPU_CHUNKS})
+    sampling = every_feature(config.model.vocab_size)
     plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
     return [
         *(made_up_step([length], plain if length > 1 else sampling) for length in lengths),
@@ -86,8 +91,27 @@ def first_steps(config: EngineConfig) -> list[StepPlan]:
     ]
 
 
+def rehearsal_steps(config: EngineConfig) -> list[StepPlan]:
+    """Steps that call the kernels of all the others, and in which nothing is looked up by what a kernel has computed: so they can be
+    played where kernels are compiled but not run. The largest comes first, since its kernels take longest to compile."""
+    chunk, lengths = _lengths(config)
+    plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
+    filtered = SamplingParams(temperature=0.7, top_p=0.9, seed=0, max_tokens=2)
+    return [
+        made_up_step(_worst_counts(config), filtered),
+        *(made_up_step([length], plain) for length in reversed(lengths)),
+        made_up_step([chunk], plain, start=chunk),
+        made_up_step([1], filtered, start=chunk),
+    ]
+
+
 def worst_step(config: EngineConfig) -> StepPlan:
     """The most tokens and the most sampled rows that one step may have, with every sampler stage in use."""
+    return made_up_step(_worst_counts(config), every_feature(config.model.vocab_size))
+
+
+def _worst_counts(config: EngineConfig) -> list[int]:
+    """Tokens a row: a prompt or two, and decodes."""
     tokens = config.scheduler.max_num_batched_tokens
     rows = min(config.scheduler.max_num_seqs, tokens)
     longest = config.model.max_model_len - 1
@@ -97,9 +121,9 @@ def worst_step(config: EngineConfig) -> StepPlan:
         more = min(spare, longest - 1)
         counts[row] += more
         spare -= more
-    return made_up_step(counts, every_feature(config.model.vocab_size))
+    return counts
 
 
 def all_slots(config: EngineConfig) -> Int32:
-    """Every slot that `first_steps` and `worst_step` may have used."""
+    """Every slot that these steps may have used."""
     return np.arange(config.scheduler.max_num_seqs, dtype=np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import AttentionBackend, GraphAttention
+from octavo.attention.base import AttentionBackend, GraphAttention, GraphShape
 from octavo.attention.select import attention_class, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
@@ -24,16 +25,35 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.memory import Budget, CacheSize, GraphMemory, activation_bound, cannot_allocate, cpu_budget, cuda_budget, size_cache
-from octavo.worker.runner import Launched, Runner, WholeSteps, settle
+from octavo.worker.graph_layout import CapturePlan, capture_plan
+from octavo.worker.memory import (
+    Budget,
+    CacheSize,
+    CudaMemory,
+    GraphMemory,
+    activation_bound,
+    cannot_allocate,
+    cpu_budget,
+    cuda_budget,
+    measured_device,
+    size_cache,
+)
+from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
-from octavo.worker.warmup import all_slots, first_steps, worst_step
+from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
 if TYPE_CHECKING:
-    from octavo.worker.graphs import DecodeGraphs
+    from octavo.worker.graphs import StepGraphs
+    from octavo.worker.native_steps import NativeSteps
+
+logger = logging.getLogger(__name__)
 
 PROFILE_BLOCKS = 2
 """Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
+COMPILER_THREADS = 16
+"""Kernels compiled at once."""
+BUSY_SHARE = 0.05
+"""While there are requests, capturing what was left for later may take this share of the time."""
 
 
 class Worker:
@@ -41,18 +61,23 @@ class Worker:
 
     Args:
         progress: called with (phase, done, total) while it loads.
+        defer_graphs: capture at first what every step can do with; the rest when `prepare` is called.
 
     Raises:
         CheckpointError, UnsupportedModel: the model cannot be loaded.
         ConfigError: it does not fit into memory as configured.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None], *, defer_graphs: bool = False) -> None:
         self._device = torch.device(config.device.kind)
+        config = self._config = measured_device(config, self._device)
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched] = deque()
         self._phases: list[Phase] = []
+        self._later: deque[GraphShape] = deque()
+        """Shapes to capture in gaps."""
+        self._next_capture = 0.0
+        """When a busy worker may capture again."""
         # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
         torch.set_num_threads(1 if config.device.native_kernels else config.device.threads)
 
@@ -75,9 +100,11 @@ class Worker:
         with self._phase("cache"):
             self._attention = self._allocate_cache(size, budget)
         with self._phase("graphs"):
-            self._graphs = self._capture(self._attention)
-        whole_steps = self._graphs or self._native_steps()
-        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, whole_steps)
+            self._graphs = self._make_graphs(self._attention, self._to_capture.shapes)
+            self._capture(progress, defer=defer_graphs)
+        self._runner = Runner(
+            self._model, self._attention, self._tables, self._state, self._sampler, self._graphs, self._native_steps(self._attention)
+        )
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -114,6 +141,28 @@ class Worker:
         """The result of the oldest step not collected yet; waits for it."""
         return settle(self._launched.popleft(), self._config.model.dtype)
 
+    def prepare(self, *, idle: bool) -> bool:
+        """Do a piece of work that makes later steps quicker, if one is left: a few hundredths of a second.
+
+        Args:
+            idle: nobody waits for a step. Otherwise it is done only now and then, and waits for the steps under way.
+
+        Returns:
+            whether something is left to do.
+        """
+        if self._later and self._graphs is not None and (idle or time.perf_counter() >= self._next_capture):
+            began = time.perf_counter()
+            shape = self._later.popleft()
+            torch.cuda.synchronize(self._device)
+            try:
+                self._graphs.capture(shape)
+            except torch.OutOfMemoryError:
+                logger.warning("No memory to capture further steps (%d left): they run with larger graphs.", len(self._later) + 1)
+                self._later.clear()
+                torch.cuda.empty_cache()
+            self._next_capture = began + (time.perf_counter() - began) / BUSY_SHARE
+        return bool(self._later)
+
     def shutdown(self) -> None:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._launched.clear()
@@ -130,20 +179,20 @@ class Worker:
         """The fused end of the sampler, if the model or the device brings one."""
         return self._model.draw if isinstance(self._model, CompiledDecoder) else self._ops.draw
 
-    def _native_steps(self) -> WholeSteps | None:
+    def _native_steps(self, attention: AttentionBackend) -> NativeSteps | None:
         """Whole steps in compiled code; None where the model is not compiled, or its attention is another's."""
         if not isinstance(self._model, CompiledDecoder):
             return None
         from octavo.attention.native_cpu import NativeCpuAttention
         from octavo.worker.native_steps import NativeSteps
 
-        if not isinstance(self._attention, NativeCpuAttention):
+        if not isinstance(attention, NativeCpuAttention):
             return None
-        return NativeSteps(self._model, self._attention, self._tables, self._state)
+        return NativeSteps(self._model, attention, self._tables, self._state)
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""
-        graphs: DecodeGraphs | None = getattr(self, "_graphs", None)
+        graphs: StepGraphs | None = getattr(self, "_graphs", None)
         if graphs is not None:
             graphs.close()
 
@@ -151,7 +200,9 @@ class Worker:
     def _phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self._phases.append(Phase(name, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        self._phases.append(Phase(name, seconds))
+        logger.info("Start: %s took %.2f s", name, seconds)
 
     def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
         """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
@@ -164,19 +215,34 @@ class Worker:
                 raise
             raise ConfigError(cannot_allocate(self._config, budget, size, self._shape.bytes_per_block)) from None
 
-    def _capture(self, attention: AttentionBackend, sizes: Sequence[int] | None = None) -> DecodeGraphs | None:
-        """The decode graphs of this worker (or of some `sizes` only), captured; None where the device or the settings rule them out."""
+    def _make_graphs(self, attention: AttentionBackend, shapes: Sequence[GraphShape]) -> StepGraphs | None:
+        """What captures steps with this cache, nothing captured yet; None where the device or the settings rule it out."""
         config, draw = self._config, self._ops.draw
         if config.enforce_eager or self._device.type != "cuda" or draw is None or not isinstance(attention, GraphAttention):
             return None
-        from octavo.worker.graphs import DecodeGraphs, graph_sizes
+        from octavo.worker.graphs import StepGraphs
 
-        if sizes is None:
-            sizes = graph_sizes(min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens))
-        graphs = DecodeGraphs(self._model, attention, self._tables, self._state, draw, sizes)
-        graphs.capture()
+        return StepGraphs(self._model, attention, self._tables, self._state, draw, shapes, config.scheduler.inflight)
+
+    @property
+    def _to_capture(self) -> CapturePlan:
+        scheduler = self._config.scheduler
+        return capture_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+
+    def _capture(self, progress: Callable[[str, int, int], None], *, defer: bool) -> None:
+        if self._graphs is None:
+            return
+        plan = self._to_capture
+        now: tuple[GraphShape, ...] = (*plan.largest, *plan.next)
+        if defer:
+            self._later.extend(plan.rest)
+        else:
+            now = plan.shapes
+        for done, shape in enumerate(now):
+            progress("graphs", done, len(now))
+            self._graphs.capture(shape)
+        progress("graphs", len(now), len(now))
         torch.cuda.empty_cache()  # What the steps before each capture took, outside of the graphs' own pool.
-        return graphs
 
     def _measure(self) -> Budget:
         """What the weights, the worst step and the graphs take, and what that leaves."""
@@ -184,30 +250,58 @@ class Worker:
         if self._device.type == "cpu":
             itemsize = getattr(torch, config.model.dtype).itemsize
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
-        torch.cuda.reset_peak_memory_stats(self._device)
         attention = make_attention(config, self._model.layer_specs, PROFILE_BLOCKS, self._device)
+        self._compile_ahead(attention)
+        torch.cuda.reset_peak_memory_stats(self._device)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
         peak = torch.cuda.max_memory_allocated(self._device)
         graphs = self._measure_graphs(attention)
         del attention
-        return cuda_budget(config, weights, peak, graphs, self._device)
+        return cuda_budget(config, weights, peak, graphs, CudaMemory.now(self._device))
+
+    def _compile_ahead(self, attention: AttentionBackend) -> None:
+        """Have the kernels of all kinds of steps compiled side by side: one after the other, as steps meet them, takes many seconds.
+
+        Only for the time it saves: a kernel that this misses is compiled when it is first launched.
+        """
+        plan = self._to_capture
+        graphs = self._make_graphs(attention, plan.shapes)
+        if graphs is None:
+            return
+        from octavo.ops.triton.launch import compiling_only
+
+        runner = Runner(self._model, attention, self._tables, self._state, self._sampler)
+        try:
+            with self._phase("kernels"), compiling_only(COMPILER_THREADS):
+                for step in rehearsal_steps(self._config):
+                    runner.launch(step)
+                for shape in (*plan.largest, *plan.next):
+                    graphs.rehearse(shape)
+        except Exception:
+            logger.debug("Compiling kernels ahead failed; they are compiled as they are met.", exc_info=True)
+        finally:
+            torch.cuda.synchronize(self._device)
+            self._state.leave(all_slots(self._config))
 
     def _measure_graphs(self, attention: AttentionBackend) -> GraphMemory:
-        """Capture the largest graph and the smallest: the first takes the pool that all share, the second what each takes besides."""
-        most = min(self._config.scheduler.max_num_seqs, self._config.scheduler.max_num_batched_tokens)
-        torch.cuda.empty_cache()
-        free = [torch.cuda.mem_get_info(self._device)[0]]
-        kept = []
-        for rows in (most, 1):
-            kept.append(self._capture(attention, [rows]))
-            free.append(torch.cuda.mem_get_info(self._device)[0])
-        for graphs in kept:
-            if graphs is None:
-                return GraphMemory(0, 0)
-            graphs.close()
-        from octavo.worker.graphs import graph_sizes
+        """Capture the largest graphs and a small one: the first take the pool that all share, the last what each takes besides."""
+        plan = self._to_capture
+        small = plan.next[-1:]
+        graphs = self._make_graphs(attention, (*plan.largest, *small))
+        if graphs is None:
+            return GraphMemory(0, 0)
+        free = [self._free_memory()]
+        for shapes in (plan.largest, small):
+            for shape in shapes:
+                graphs.capture(shape)
+            free.append(self._free_memory())
+        graphs.close()
+        others = len(plan.next) + len(plan.rest)
+        return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * others)
 
-        return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * (len(graph_sizes(most)) - 1))
+    def _free_memory(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape

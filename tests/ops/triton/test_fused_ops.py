@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from octavo.ops import reference
+from octavo.ops.triton import rope_cache as rope_cache_module
 from octavo.ops.triton.gated_mul import gated_mul
-from octavo.ops.triton.gather_inputs import DecodeInputs, gather_decode_inputs
+from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
 from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
 from octavo.ops.triton.rope_cache import rope_cache
+from octavo.ops.triton.step_ring import publish, receive
 
 from .paged import relative_error
 
@@ -71,10 +73,22 @@ def rope_table(positions: int, rotary_dim: int, device: torch.device) -> torch.T
     [(8, 2, 128, 128, True), (9, 3, 64, 64, False), (4, 4, 80, 80, False), (4, 2, 96, 48, True), (6, 1, 256, 64, False)],
 )
 @pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("many", [False, True])
 def test_rope_cache(
-    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, float8: bool, dtype: torch.dtype, device: torch.device
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    norm: bool,
+    float8: bool,
+    many: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokens, block, blocks = 7, 16, 5
+    tokens, block, blocks = 11, 16, 5
+    if many:
+        monkeypatch.setattr(rope_cache_module, "_MANY_TOKENS", tokens)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
     qkv[0, -1] = 3000.0  # beyond float8 once scaled: must saturate, not become NaN
     positions = torch.randint(0, 500, (tokens,), device=device)
@@ -132,20 +146,78 @@ def test_rope_cache(
         assert not cache.double().transpose(1, 2).reshape(blocks * block, -1)[untouched].any(), "only the named slots are written"
 
 
-def test_gather_decode_inputs(device: torch.device) -> None:
+def test_gather_step_inputs_of_decodes(device: torch.device) -> None:
     tokens = torch.randint(1, 1000, (6, 200), dtype=torch.int32, device=device)
     blocks = torch.randint(1, 50, (6, 12), dtype=torch.int32, device=device)
-    slots = torch.tensor([4, 0, 3, 9999, 9999], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 33, 159, 9999, 9999], dtype=torch.int32, device=device)
-    inputs = DecodeInputs.allocate(5, 12, device)
+    slots, contexts = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([4, 0, 3, 9999, 9999], [1, 34, 160, 9999, 9999]))
+    inputs = StepInputs.allocate(5, 5, 12, device)
     for buffer in vars(inputs).values():
         buffer.fill_(77)
-    gather_decode_inputs(slots, starts, torch.tensor([3], dtype=torch.int32, device=device), tokens, blocks, 16, 160, inputs)
+    gather_step_inputs(slots, contexts, torch.tensor([3], dtype=torch.int32, device=device), tokens, blocks, 16, inputs)
     assert inputs.positions.tolist() == [0, 33, 159, 0, 0]
     assert inputs.token_ids.tolist() == [int(tokens[4, 0]), int(tokens[0, 33]), int(tokens[3, 159]), 0, 0]
-    assert inputs.context_lens.tolist() == [1, 34, 160, 0, 0]
-    expected = [int(blocks[4, 0]) * 16, int(blocks[0, 2]) * 16 + 1, int(blocks[3, 9]) * 16 + 15, 0, 0]
-    assert inputs.cache_slots.tolist() == expected
-    assert inputs.block_tables[0, :1].tolist() == blocks[4, :1].tolist()
-    assert inputs.block_tables[1, :3].tolist() == blocks[0, :3].tolist()
-    assert inputs.block_tables[2, :10].tolist() == blocks[3, :10].tolist()
+    assert inputs.cache_slots.tolist() == [int(blocks[4, 0]) * 16, int(blocks[0, 2]) * 16 + 1, int(blocks[3, 9]) * 16 + 15, 0, 0]
+    for row, (slot, used) in enumerate(((4, 1), (0, 3), (3, 10))):
+        assert inputs.block_tables[row].tolist() == [*blocks[slot, :used].tolist(), *[77] * (12 - used)]
+    assert (inputs.block_tables[3:] == 77).all()
+
+
+def test_gather_step_inputs_of_chunks(device: torch.device) -> None:
+    rows, counts, starts = [5, 1, 2], [1, 150, 7], [40, 3, 0]
+    tokens = torch.randint(1, 1000, (6, 200), dtype=torch.int32, device=device)
+    blocks = torch.randint(1, 50, (6, 12), dtype=torch.int32, device=device)
+    begins = [0, 1, 151]
+
+    def numbers(values: list[int], room: int) -> torch.Tensor:
+        return torch.tensor([*values, *[9999] * (room - len(values))], dtype=torch.int32, device=device)
+
+    inputs = StepInputs.allocate(4, 160, 12, device)
+    for buffer in vars(inputs).values():
+        buffer.fill_(77)
+    gather_step_inputs(
+        numbers(rows, 4),
+        numbers([s + c for s, c in zip(starts, counts, strict=True)], 4),
+        numbers([3], 1),
+        tokens,
+        blocks,
+        16,
+        inputs,
+        row_of_token=numbers([r for r, c in enumerate(counts) for _ in range(c)], 160),
+        offsets=numbers([s - b for s, b in zip(starts, begins, strict=True)], 4),
+        num_tokens=numbers([158], 1),
+    )
+    expected = [(slot, start + i) for slot, start, count in zip(rows, starts, counts, strict=True) for i in range(count)]
+    assert inputs.positions.tolist() == [*(p for _, p in expected), 0, 0]
+    assert inputs.token_ids.tolist() == [*(int(tokens[s, p]) for s, p in expected), 0, 0]
+    assert inputs.cache_slots.tolist() == [*(int(blocks[s, p // 16]) * 16 + p % 16 for s, p in expected), 0, 0]
+    assert inputs.block_tables[1].tolist() == [*blocks[1, :10].tolist(), 77, 77]
+
+
+def test_a_line_of_the_ring_is_received_and_its_diffs_written(device: torch.device) -> None:
+    ring = torch.randint(0, 9, (3, 1400), dtype=torch.int32)
+    ring[:, 8] = torch.tensor([0, 3, 0])
+    for i, values in enumerate(([1, 2, 2], [0, 3, 4], [7, 8, 9])):
+        ring[1, 1000 + 128 * i : 1003 + 128 * i] = torch.tensor(values)
+    ring = ring.pin_memory() if device.type == "cuda" else ring
+    turn, received = torch.ones(1, dtype=torch.int32, device=device), torch.full((1400,), -1, dtype=torch.int32, device=device)
+    table = torch.zeros(4, 8, dtype=torch.int32, device=device)
+    receive(ring, turn, received, 1000, table, num_diffs_at=8, diffs_at=1000, capacity=128)
+    assert received[:1000].tolist() == ring[1, :1000].tolist()
+    assert (received[1000:] == -1).all()
+    written = torch.zeros(4, 8, dtype=torch.int32)
+    written[1, 0], written[2, 3], written[2, 4] = 7, 8, 9
+    assert torch.equal(table.cpu(), written)
+
+
+def test_tokens_are_published_line_by_line(device: torch.device) -> None:
+    ring = torch.full((2, 1500), -9, dtype=torch.int32)
+    ring = ring.pin_memory() if device.type == "cuda" else ring
+    turn = torch.zeros(1, dtype=torch.int32, device=device)
+    for step, count in enumerate((1300, 2, 0)):
+        tokens = torch.arange(1400, dtype=torch.int32, device=device) + step
+        publish(tokens, torch.tensor([count], dtype=torch.int32, device=device), ring, turn)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert ring[0].tolist() == [*range(1300), *[-9] * 200], "a third step of no rows changes nothing"
+    assert ring[1].tolist() == [1, 2, *[-9] * 1498]
+    assert turn.item() == 1

@@ -136,6 +136,9 @@ class Faulty(FakeWorker):
 
     fault = ""
 
+    def prepare(self, *, idle: bool) -> bool:
+        return False
+
     def collect(self) -> StepResult:
         result = super().collect()
         if self.fault and len(result.slots) > 1:

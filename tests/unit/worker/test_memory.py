@@ -10,7 +10,7 @@ import pytest
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.worker import memory
-from octavo.worker.memory import Budget, cannot_allocate, cpu_budget, size_cache
+from octavo.worker.memory import Budget, CudaMemory, GraphMemory, cannot_allocate, cpu_budget, cuda_budget, size_cache
 from tests.support.engine_configs import engine_config
 
 MIB = 2**20
@@ -119,3 +119,44 @@ def test_a_refused_allocation_names_the_setting_and_a_value_that_fits(settings: 
     assert "8.8 GiB cannot be allocated: about 20.0 MiB are free" in text
     assert flag in text
     assert f" to {most}" in text
+
+
+GIB = 2**30
+NO_GRAPHS = GraphMemory(0, 0)
+
+
+def gpu_config(utilization: float, **settings: int) -> EngineConfig:
+    config = on_gpu(engine_config(num_blocks=None, max_model_len=64, block_size=16, **settings))
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory_utilization=utilization))
+
+
+def test_a_gpu_gives_its_allowed_fraction_less_everything_else() -> None:
+    memory_now = CudaMemory(total=100 * GIB, free=83 * GIB, reserved=16 * GIB)
+    budget = cuda_budget(gpu_config(0.9), 16 * GIB, 20 * GIB, GraphMemory(2 * GIB, GIB), memory_now)
+    assert (budget.total, budget.other, budget.weights, budget.activations) == (100 * GIB, GIB, 16 * GIB, 7 * GIB)
+    assert budget.cache == int(0.9 * 100 * GIB) - GIB - 23 * GIB
+
+
+def test_what_other_processes_hold_counts_only_where_it_stands_in_the_way() -> None:
+    alone = cuda_budget(gpu_config(0.3), 0, 0, NO_GRAPHS, CudaMemory(100 * GIB, 99 * GIB, 0))
+    shared = cuda_budget(gpu_config(0.3), 0, 0, NO_GRAPHS, CudaMemory(100 * GIB, 50 * GIB, 0))
+    assert shared.other == 50 * GIB
+    assert alone.cache == shared.cache == 29 * GIB, "the fraction is of the card, for this process"
+    crowded = cuda_budget(gpu_config(0.9), 0, 10 * GIB, NO_GRAPHS, CudaMemory(100 * GIB, 40 * GIB, 10 * GIB))
+    assert crowded.cache == 39 * GIB, "what is free, with a little left over"
+
+
+def test_a_size_that_was_asked_for_may_take_all_that_is_free() -> None:
+    config = gpu_config(0.1, memory_bytes=60 * GIB)
+    budget = cuda_budget(config, 0, 10 * GIB, NO_GRAPHS, CudaMemory(100 * GIB, 90 * GIB, 10 * GIB))
+    assert budget.cache == 89 * GIB
+    assert size_cache(config, budget, GIB) == memory.CacheSize(60, 64)
+
+
+def test_whoever_holds_the_memory_is_named() -> None:
+    config = gpu_config(0.9)
+    with pytest.raises(ConfigError, match=r"Other processes hold 90\.0 GiB of the GPU's 100\.0 GiB") as e:
+        size_cache(config, Budget(total=100 * GIB, other=90 * GIB, weights=8 * GIB, activations=GIB, cache=0), GIB)
+    assert "gpu-memory-utilization" not in str(e.value), "no fraction would help"
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens and --max-num-seqs lower that"):
+        size_cache(config, Budget(total=100 * GIB, other=0, weights=60 * GIB, activations=40 * GIB, cache=0), GIB)

@@ -19,7 +19,7 @@ from octavo.protocol.step import StepPlan
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.native_steps import NativeSteps
-from octavo.worker.runner import Runner, WholeSteps, settle
+from octavo.worker.runner import Runner, settle
 from octavo.worker.slots import SlotTables
 from tests.support.engine_configs import engine_config
 from tests.support.mixed_steps import BLOCK, BLOCKS, LENGTH, SLOTS, VOCAB, play
@@ -47,15 +47,15 @@ CONFIG: dict[str, Any] = {
 class Counting:
     """Counts the steps that ran whole."""
 
-    def __init__(self, steps: WholeSteps) -> None:
+    def __init__(self, steps: NativeSteps) -> None:
         self.steps, self.launches = steps, 0
 
-    def fitting(self, plan: StepPlan) -> int | None:
-        return self.steps.fitting(plan)
+    def fits(self, plan: StepPlan) -> bool:
+        return self.steps.fits(plan)
 
-    def launch(self, plan: StepPlan, rows: int) -> torch.Tensor:
+    def launch(self, plan: StepPlan) -> torch.Tensor:
         self.launches += 1
-        return self.steps.launch(plan, rows)
+        return self.steps.launch(plan)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def runner_of(model: Model, *, native: bool, whole: bool) -> tuple[Runner, Count
     cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device)
     sampler = Sampler(state, tables.tokens, draw=model.draw)
     steps = Counting(NativeSteps(model, cache, tables, state)) if whole else None
-    return Runner(model, cache, tables, state, sampler, steps), steps
+    return Runner(model, cache, tables, state, sampler, native=steps), steps  # type: ignore[arg-type]
 
 
 def test_whole_steps_give_the_tokens_of_single_operations_and_of_torch(models: dict[str, Model]) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 def overrides() -> dict[str, Any]:
     """The operations of `ops.registry.Ops` that these kernels replace."""
     from octavo.ops.triton.gated_mul import gated_mul
+    from octavo.ops.triton.launch import prefer_shared_memory
     from octavo.ops.triton.linear import TritonLinear
     from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
     from octavo.ops.triton.sampling import draw_tokens
 
+    prefer_shared_memory()
     linear = TritonLinear()
     return {
         "rms_norm": rms_norm,

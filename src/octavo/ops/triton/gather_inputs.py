@@ -1,7 +1,7 @@
-"""A decode step's inputs from the slot tables, in one launch, into buffers of fixed size and address.
+"""A captured step's inputs from the slot tables, in one launch, into buffers of fixed size and address.
 
-What a captured graph of `padded` rows reads: rows past the real ones get token 0 at position 0, the null block's slot 0 and
-context length 0, so that they compute something harmless and store it where nobody looks.
+Rows and tokens past the real ones get token 0 at position 0 and the null block's slot 0, so that they compute something harmless
+and store it where nobody looks.
 """
 
 # Kernels are traced, not run: their arguments have no Python types.
@@ -14,107 +14,138 @@ import torch
 import triton
 import triton.language as tl
 
-_ENTRIES = 512
-"""Block-table entries a thread block copies."""
+_ENTRIES = 1024
+"""Block-table entries a thread block copies at once."""
+_TOKENS = 128
+"""Tokens a thread block looks up."""
 
 
 @dataclass(frozen=True)
-class DecodeInputs:
-    """Fixed buffers of a graph for `rows` rows."""
+class StepInputs:
+    """Fixed buffers of a graph."""
 
     token_ids: torch.Tensor
-    """[rows] int64"""
+    """[tokens] int64"""
     positions: torch.Tensor
-    """[rows] int64"""
+    """[tokens] int64"""
     cache_slots: torch.Tensor
-    """[rows] int64"""
-    context_lens: torch.Tensor
-    """[rows] int32"""
+    """[tokens] int64"""
     block_tables: torch.Tensor
     """[rows, max_blocks] int32"""
 
     @classmethod
-    def allocate(cls, rows: int, max_blocks: int, device: torch.device) -> DecodeInputs:
+    def allocate(cls, rows: int, tokens: int, max_blocks: int, device: torch.device) -> StepInputs:
         return cls(
-            token_ids=torch.zeros(rows, dtype=torch.int64, device=device),
-            positions=torch.zeros(rows, dtype=torch.int64, device=device),
-            cache_slots=torch.zeros(rows, dtype=torch.int64, device=device),
-            context_lens=torch.zeros(rows, dtype=torch.int32, device=device),
+            token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            cache_slots=torch.zeros(tokens, dtype=torch.int64, device=device),
             block_tables=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
         )
+
+    def part(self, rows: int, tokens: int) -> StepInputs:
+        """The beginnings of the same buffers."""
+        return StepInputs(self.token_ids[:tokens], self.positions[:tokens], self.cache_slots[:tokens], self.block_tables[:rows])
 
 
 @triton.jit
 def _gather_inputs_kernel(
     slots_ptr,
-    starts_ptr,
+    contexts_ptr,
     num_rows_ptr,
+    row_of_token_ptr,
+    offsets_ptr,
+    num_tokens_ptr,
     tokens_ptr,
     blocks_ptr,
     token_ids_ptr,
     positions_ptr,
     cache_slots_ptr,
-    context_lens_ptr,
     tables_ptr,
     tokens_stride,
     blocks_stride,
     tables_stride,
+    tokens,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    real = row < tl.load(num_rows_ptr)
-    slot = tl.load(slots_ptr + row, mask=real, other=0).to(tl.int64)
-    start = tl.load(starts_ptr + row, mask=real, other=0)
-    used = tl.where(real, start // BLOCK + 1, 0)
-    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-    # Attention reads no entry past the context, so none is written: only what is used travels.
-    entries = tl.load(blocks_ptr + slot * blocks_stride + entry, mask=entry < used, other=0)
-    tl.store(tables_ptr + row.to(tl.int64) * tables_stride + entry, entries, mask=entry < used)
-    if tl.program_id(1) == 0:
-        token = tl.load(tokens_ptr + slot * tokens_stride + start, mask=real, other=0)
-        block = tl.load(blocks_ptr + slot * blocks_stride + start // BLOCK, mask=real, other=0).to(tl.int64)
-        tl.store(token_ids_ptr + row, token.to(tl.int64))
-        tl.store(positions_ptr + row, start.to(tl.int64))
-        tl.store(cache_slots_ptr + row, tl.where(real, block * BLOCK + start % BLOCK, 0))
-        tl.store(context_lens_ptr + row, tl.where(real, start + 1, 0))
+    num_rows = tl.load(num_rows_ptr)
+    if row < num_rows:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        # Attention reads no entry past the context, so none is written: only what is used travels.
+        used = (tl.load(contexts_ptr + row) + BLOCK - 1) // BLOCK
+        for first in range(0, used, ENTRIES):
+            entry = first + tl.arange(0, ENTRIES)
+            entries = tl.load(blocks_ptr + slot * blocks_stride + entry, mask=entry < used, other=0)
+            tl.store(tables_ptr + row.to(tl.int64) * tables_stride + entry, entries, mask=entry < used)
+    if row * TOKENS < tokens:
+        t = row * TOKENS + tl.arange(0, TOKENS)
+        mask = t < tokens
+        if CHUNKS:
+            live = t < tl.load(num_tokens_ptr)
+            its_row = tl.load(row_of_token_ptr + t, mask=live, other=0)
+            position = t + tl.load(offsets_ptr + its_row, mask=live, other=0)
+        else:
+            live = t < num_rows
+            its_row = t
+            position = tl.load(contexts_ptr + t, mask=live, other=0) - 1
+        position = tl.where(live, position, 0)
+        its_slot = tl.load(slots_ptr + its_row, mask=live, other=0).to(tl.int64)
+        token = tl.load(tokens_ptr + its_slot * tokens_stride + position, mask=live, other=0)
+        block = tl.load(blocks_ptr + its_slot * blocks_stride + position // BLOCK, mask=live, other=0).to(tl.int64)
+        tl.store(token_ids_ptr + t, token.to(tl.int64), mask=mask)
+        tl.store(positions_ptr + t, position.to(tl.int64), mask=mask)
+        tl.store(cache_slots_ptr + t, tl.where(live, block * BLOCK + position % BLOCK, 0), mask=mask)
 
 
-def gather_decode_inputs(
+def gather_step_inputs(
     slots: torch.Tensor,
-    starts: torch.Tensor,
+    contexts: torch.Tensor,
     num_rows: torch.Tensor,
     token_table: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
-    max_context: int,
-    inputs: DecodeInputs,
+    inputs: StepInputs,
+    *,
+    row_of_token: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
 ) -> None:
-    """Fill `inputs` for rows that each compute one token.
+    """Fill `inputs` for rows that each compute the last token of their context, or any number of its last tokens.
 
     Args:
-        slots, starts: [rows] int32, the slot and the position of each row's token; entries past num_rows are not read.
+        slots, contexts: [rows] int32, the slot of each row, and its tokens including those of this step; not read past num_rows.
         num_rows: [1] int32 on the device: how many rows are real.
         token_table: [slots, max_len] int32.
         block_table: [slots, max_blocks] int32.
-        max_context: no row's context is longer: bounds the block-table entries that are looked at.
+        row_of_token: [tokens] int32; not read past num_tokens. None: token i is that of row i.
+        offsets: [rows] int32: what to add to a token's place in the step for its position. With `row_of_token`.
+        num_tokens: [1] int32 on the device. With `row_of_token`.
     """
-    rows = inputs.token_ids.shape[0]
-    _gather_inputs_kernel[(rows, triton.cdiv(triton.cdiv(max_context, block_size), _ENTRIES))](
+    rows, tokens = len(inputs.block_tables), len(inputs.token_ids)
+    chunks = row_of_token is not None
+    _gather_inputs_kernel[(max(rows, triton.cdiv(tokens, _TOKENS)),)](
         slots,
-        starts,
+        contexts,
         num_rows,
+        row_of_token if chunks else slots,
+        offsets if chunks else slots,
+        num_tokens if chunks else num_rows,
         token_table,
         block_table,
         inputs.token_ids,
         inputs.positions,
         inputs.cache_slots,
-        inputs.context_lens,
         inputs.block_tables,
         token_table.stride(0),
         block_table.stride(0),
         inputs.block_tables.stride(0),
+        tokens,
+        CHUNKS=chunks,
         BLOCK=block_size,
         ENTRIES=_ENTRIES,
+        TOKENS=_TOKENS,
         num_warps=4,
     )

@@ -233,6 +233,8 @@ def _prefill_kernel(
     token = tl.load(fields + 1).to(tl.int64)
     position = tl.load(fields + 2)
     count = tl.load(fields + 3)
+    if count == 0:
+        return
     lo = tl.load(fields + 4)
     hi = tl.load(fields + 5)
     part = tl.load(fields + 6)

@@ -12,7 +12,7 @@ Int32 = npt.NDArray[np.int32]
 ITEM_FIELDS = 9
 ROW, TOKEN, POSITION, COUNT, LO, HI, PART, FIRST_PART, NUM_PARTS = range(ITEM_FIELDS)
 """Columns of an item: the `count` queries from batch token `token` on, the first at `position` of `row`, attend to keys
-[lo, hi). `part`, `first_part`, `num_parts`: as in `decode_plan`."""
+[lo, hi). `part`, `first_part`, `num_parts`: as in `decode_plan`. count = 0 marks an empty item."""
 
 _MIN_PART = 512
 _PART_ALIGNMENT = 128

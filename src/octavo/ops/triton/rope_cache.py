@@ -16,9 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.ops.triton.launch import overlap_supported
 
 _HEADS_AT_ONCE = 4
+_MANY_TOKENS = 1024
+"""From here on there is work enough for larger thread blocks, each with several tokens in flight."""
+_TOKENS_AT_ONCE = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rope_cache_kernel(
     qkv_ptr,
     positions_ptr,
@@ -30,6 +33,7 @@ def _rope_cache_kernel(
     k_weight_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    tokens,
     qkv_stride,
     cos_sin_stride,
     block_stride,
@@ -44,6 +48,7 @@ def _rope_cache_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    TOKENS: tl.constexpr,
     NORM: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     KEEP_KEYS: tl.constexpr,
@@ -52,47 +57,49 @@ def _rope_cache_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
+    # Rows of the tiles: AT_ONCE heads of one token, then those of the next.
     group = tl.program_id(1)
-    h = tl.arange(0, AT_ONCE)
+    i = tl.arange(0, TOKENS * AT_ONCE)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + i // AT_ONCE
+    in_tokens = token < tokens
     q_groups: tl.constexpr = (HEADS + AT_ONCE - 1) // AT_ONCE
     kv_groups: tl.constexpr = (KV_HEADS + AT_ONCE - 1) // AT_ONCE
     is_q = group < q_groups
     is_v = group >= q_groups + kv_groups
     first = tl.where(is_q, group, tl.where(is_v, group - q_groups - kv_groups, group - q_groups)) * AT_ONCE
-    head = first + h
-    in_heads = head < tl.where(is_q, HEADS, KV_HEADS)
+    head = first + i % AT_ONCE
+    in_rows = in_tokens & (head < tl.where(is_q, HEADS, KV_HEADS))
     line = head + tl.where(is_q, 0, tl.where(is_v, HEADS + KV_HEADS, HEADS))
-    base = qkv_ptr + token * qkv_stride + line[:, None] * HEAD_DIM
+    base = qkv_ptr + token[:, None] * qkv_stride + line[:, None] * HEAD_DIM
 
-    slot = tl.load(slots_ptr + token + h * 0)[:, None]
+    slot = tl.load(slots_ptr + token, mask=in_tokens, other=-1)[:, None]
     target = (slot // BLOCK) * block_stride + head[:, None].to(tl.int64) * head_stride + (slot % BLOCK) * HEAD_DIM
-    stored = in_heads[:, None] & (slot >= 0)
+    stored = in_rows[:, None] & (slot >= 0)
 
     if is_v:
         d = tl.arange(0, DIM_PAD)
         mask = d[None, :] < HEAD_DIM
-        v = tl.load(base + d[None, :], mask=in_heads[:, None] & mask, other=0.0)
+        v = tl.load(base + d[None, :], mask=in_rows[:, None] & mask, other=0.0)
         if SCALE_STRIDE >= 0:
-            v_scale = tl.load(v_scale_ptr + head * SCALE_STRIDE, mask=in_heads, other=1.0)
+            v_scale = tl.load(v_scale_ptr + head * SCALE_STRIDE, mask=in_rows, other=1.0)
             v = tl.clamp(v.to(tl.float32) / v_scale[:, None], -448.0, 448.0)
         tl.store(v_cache_ptr + target + d[None, :], v.to(v_cache_ptr.dtype.element_ty), mask=stored & mask)
         return
 
     r = tl.arange(0, HALF_PAD)
     in_half = r < ROTARY_HALF
-    mask = in_heads[:, None] & in_half[None, :]
+    mask = in_rows[:, None] & in_half[None, :]
     x1 = tl.load(base + r[None, :], mask=mask, other=0.0)
     x2 = tl.load(base + ROTARY_HALF + r[None, :], mask=mask, other=0.0)
     dtype = x1.dtype
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-    position = tl.load(positions_ptr + token)
-    cos = tl.load(cos_sin_ptr + position * cos_sin_stride + r, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin_ptr + position * cos_sin_stride + ROTARY_HALF + r, mask=in_half, other=0.0)[None, :]
+    position = tl.load(positions_ptr + token, mask=in_tokens, other=0)[:, None]
+    cos = tl.load(cos_sin_ptr + position * cos_sin_stride + r[None, :], mask=mask, other=0.0)
+    sin = tl.load(cos_sin_ptr + position * cos_sin_stride + ROTARY_HALF + r[None, :], mask=mask, other=0.0)
     if REST_PAD > 0:
         rest = 2 * ROTARY_HALF + tl.arange(0, REST_PAD)
         in_rest = rest < HEAD_DIM
-        x3 = tl.load(base + rest[None, :], mask=in_heads[:, None] & in_rest[None, :], other=0.0).to(tl.float32)
+        x3 = tl.load(base + rest[None, :], mask=in_rows[:, None] & in_rest[None, :], other=0.0).to(tl.float32)
     if NORM:
         weight_ptr = k_weight_ptr
         if is_q:
@@ -115,12 +122,12 @@ def _rope_cache_kernel(
         tl.store(base + r[None, :], y1, mask=mask)
         tl.store(base + ROTARY_HALF + r[None, :], y2, mask=mask)
         if REST_PAD > 0 and NORM:
-            tl.store(base + rest[None, :], x3.to(dtype), mask=in_heads[:, None] & in_rest[None, :])
+            tl.store(base + rest[None, :], x3.to(dtype), mask=in_rows[:, None] & in_rest[None, :])
     if group >= q_groups:
         cache_type = k_cache_ptr.dtype.element_ty
         c1, c2 = y1.to(tl.float32), y2.to(tl.float32)
         if SCALE_STRIDE >= 0:
-            k_scale = tl.load(k_scale_ptr + head * SCALE_STRIDE, mask=in_heads, other=1.0)[:, None]
+            k_scale = tl.load(k_scale_ptr + head * SCALE_STRIDE, mask=in_rows, other=1.0)[:, None]
             c1 = tl.clamp(c1 / k_scale, -448.0, 448.0)
             c2 = tl.clamp(c2 / k_scale, -448.0, 448.0)
         tl.store(k_cache_ptr + target + r[None, :], c1.to(cache_type), mask=stored & in_half[None, :])
@@ -170,8 +177,9 @@ def rope_cache(
     scaled = k_scale is not None and v_scale is not None
     groups = triton.cdiv(num_heads, _HEADS_AT_ONCE) + 2 * triton.cdiv(num_kv_heads, _HEADS_AT_ONCE)
     overlap = overlap_supported(qkv.device)
+    at_once = _TOKENS_AT_ONCE if tokens >= _MANY_TOKENS else 1
     if tokens:
-        _rope_cache_kernel[(tokens, groups)](
+        _rope_cache_kernel[(triton.cdiv(tokens, at_once), groups)](
             qkv,
             positions,
             cos_sin,
@@ -182,6 +190,7 @@ def rope_cache(
             k_weight if norm else qkv,
             k_scale if scaled else cos_sin,
             v_scale if scaled else cos_sin,
+            tokens,
             qkv.stride(0),
             cos_sin.stride(0),
             key_cache.stride(0),
@@ -196,11 +205,12 @@ def rope_cache(
             DIM_PAD=triton.next_power_of_2(head_dim),
             BLOCK=block_size,
             AT_ONCE=_HEADS_AT_ONCE,
+            TOKENS=at_once,
             NORM=norm,
             SCALE_STRIDE=-1 if k_scale is None or not scaled else int(k_scale.numel() > 1),
             KEEP_KEYS=keep_keys,
             OVERLAP=overlap,
             **({"launch_pdl": True} if overlap else {}),
-            num_warps=1,
+            num_warps=1 if at_once == 1 else 4,
         )
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)

@@ -49,7 +49,7 @@ MEASURED: dict[tuple[int, int], Choices] = {
         SkinnyTuning(16, 256, 1, 4, 3, "vector"),
         SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
         SkinnyTuning(64, 128, 1, 4, 4, "weights_first"),
-        SkinnyTuning(128, 64, 1, 4, 5),
+        None,
     ),
     (4096, 14336): (
         SkinnyTuning(8, 256, 1, 4, 4, "vector"),
@@ -69,7 +69,7 @@ MEASURED: dict[tuple[int, int], Choices] = {
         SkinnyTuning(4, 1024, 1, 4, 3, "vector"),
         SkinnyTuning(32, 128, 4, 4, 4),
         SkinnyTuning(32, 128, 4, 4, 4),
-        SkinnyTuning(32, 128, 4, 4, 4),
+        None,
     ),
     (6144, 1024): (
         SkinnyTuning(16, 256, 1, 4, 3, "vector"),
@@ -81,6 +81,6 @@ MEASURED: dict[tuple[int, int], Choices] = {
         SkinnyTuning(4, 1024, 1, 4, 3, "vector"),
         SkinnyTuning(32, 128, 4, 4, 4),
         SkinnyTuning(32, 128, 4, 4, 4),
-        SkinnyTuning(32, 128, 4, 4, 4),
+        None,
     ),
 }

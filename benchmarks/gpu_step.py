@@ -1,0 +1,102 @@
+"""The layers of a decode step on one GPU, as a serving graph runs them, against the time to read weights and cache once.
+
+    python benchmarks/gpu_step.py [--shapes llama-3.1-8b] [--rows 1 32 256]
+
+A few layers of each shape with random weights, captured as one CUDA graph: products, norms, rotation, cache writes, attention. So
+it shows what launches and the small kernels between products cost, which `gpu_matmul.py` and `gpu_ops.py` cannot. Prints a table
+and writes benchmarks/results/gpu_step.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
+from benchmarks.gpu_throughput import SHAPES
+from octavo.attention.triton import TritonAttention
+from octavo.models.assembly import Assembly
+from octavo.models.decoder import Decoder
+from octavo.models.registry import model_spec
+from octavo.ops.registry import Ops, load_ops
+
+BLOCK = 16
+LAYERS = {"qwen3-0.6b": 28, "llama-3.1-8b": 6}
+"""Enough weights to pass the L2 cache many times; the smaller model runs whole."""
+CONTEXTS = {1: 256, 8: 256, 32: 256, 64: 400, 128: 560, 256: 700, 512: 700}
+"""Tokens that each of so many rows has behind it."""
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+
+
+class Layers:
+    """The first layers of a shape, with a cache for the widest step."""
+
+    def __init__(self, shape: str, rows: list[int], ops: Ops) -> None:
+        config = {**SHAPES[shape], "num_hidden_layers": LAYERS[shape]}
+        spec, family = model_spec(config)
+        assembly = Assembly(spec, family.weights, ops, DTYPE, DEVICE)
+        with torch.no_grad():
+            for _ in assembly.fill_dummy(0):
+                pass
+            self.weights = assembly.finish()
+        self.spec, self.shape = spec, shape
+        self.model = Decoder(spec, self.weights, ops, max_length=2048)
+        self.blocks_per_row = max(-(-CONTEXTS[n] // BLOCK) for n in rows)
+        self.attention = TritonAttention(spec.layer_specs, max(rows) * self.blocks_per_row + 1, BLOCK, DTYPE, DEVICE)
+        for layer in range(spec.num_layers):
+            self.attention.cache_of(layer).normal_()
+
+    def forward(self, rows: int) -> Callable[[], torch.Tensor]:
+        """One step of `rows` rows, through all layers."""
+        context = CONTEXTS[rows]
+        order = (torch.randperm(rows * self.blocks_per_row, device=DEVICE) + 1).int()
+        tables = order.view(rows, self.blocks_per_row).contiguous()
+        slots = tables[:, (context - 1) // BLOCK].long() * BLOCK + (context - 1) % BLOCK
+        plan = np.zeros(self.attention.graph_plan_size(rows), dtype=np.int32)
+        self.attention.graph_plan(np.full(rows, context, dtype=np.int32), rows, plan)
+        attend = self.attention.graph_attend(torch.from_numpy(plan).to(DEVICE), rows, tables, slots)
+        tokens = torch.randint(0, self.spec.vocab_size, (rows,), device=DEVICE)
+        positions = torch.full((rows,), context - 1, device=DEVICE)
+        return lambda: self.model.forward(tokens, positions, attend)
+
+    def floor_us(self, rows: int) -> float:
+        """Of one layer."""
+        spec = self.spec
+        weights = sum(w.nbytes for name, w in self.weights.linears.items() if name != "head") / spec.num_layers
+        cache = rows * CONTEXTS[rows] * 2 * spec.num_kv_heads * spec.head_dim * 2
+        return (weights + cache) / READ_BYTES_PER_S * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
+    parser.add_argument("--rows", type=int, nargs="+", choices=tuple(CONTEXTS), default=list(CONTEXTS))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_step.json"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark needs an NVIDIA GPU.")
+    torch.manual_seed(0)
+    results: list[dict[str, object]] = []
+    for shape in args.shapes:
+        layers = Layers(shape, args.rows, load_ops("cuda"))
+        for rows in args.rows:
+            us = graph_us([layers.forward(rows)]) / layers.spec.num_layers
+            floor = layers.floor_us(rows)
+            results.append({"shape": shape, "rows": rows, "layer_us": round(us, 2), "floor_us": round(floor, 2)})
+            print(f"{shape:14} {rows:4} rows after {CONTEXTS[rows]:4} tokens: a layer {us:8.2f} us, floor {floor:8.2f}, x{us / floor:.2f}")
+        del layers
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    args.out.write_text(json.dumps({**versions, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
