@@ -5,7 +5,7 @@ best round of each counts, and the ratios are what to read. Decode speed is (tim
 speed counts the prompts too.
 
     python benchmarks/cpu_peers.py [--llama-cpp-python /path/to/python] [--openvino-python /path/to/python] [--rounds 3]
-        [--engines octavo 'octavo int8' transformers]
+        [--engines octavo 'octavo int16' transformers]
 
 llama.cpp runs the file as it is (Q4_1) and in Q4_0, which it made itself of the same file and which is its fastest format.
 """
@@ -91,7 +91,7 @@ def commands(options: argparse.Namespace, model: str) -> dict[str, list[str]]:
     octavo = [sys.executable, str(HERE / "peers/octavo_llm.py"), model, "", threads]
     found = {
         "octavo": [*octavo, options.octavo_settings],
-        "octavo int8": [*octavo, json.dumps({"cpu_activations": "int8", **json.loads(options.octavo_settings)})],
+        "octavo int16": [*octavo, json.dumps({"cpu_activations": "int16", **json.loads(options.octavo_settings)})],
         "transformers": [sys.executable, str(HERE / "peers/transformers_generate.py"), model, str(cache / "float32"), threads],
     }
     if options.llama_cpp_python:
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument(
-        "--engines", nargs="+", help="Only these: octavo, 'octavo int8', transformers, 'llama.cpp Q4_1', 'llama.cpp Q4_0', OpenVINO."
+        "--engines", nargs="+", help="Only these: octavo, 'octavo int16', transformers, 'llama.cpp Q4_1', 'llama.cpp Q4_0', OpenVINO."
     )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--octavo-settings", default="{}", help="JSON: more settings of LLM(...).")

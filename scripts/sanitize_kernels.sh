@@ -12,4 +12,5 @@ flags="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-rec
 CXXFLAGS="$flags" CFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" "$python" setup.py -q build_ext --inplace
 ls src/octavo/ops/cpu/_native*.so
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-    PYTHONPATH=src "$python" -m pytest -q -p no:cacheprovider tests/ops/cpu tests/unit/attention/test_native_cpu.py tests/models/test_native_batches.py
+    PYTHONPATH=src "$python" -m pytest -q -p no:cacheprovider tests/ops/cpu tests/unit/attention/test_native_cpu.py tests/models/test_native_batches.py tests/models/test_damaged_gguf.py \
+    tests/unit/worker/test_native_steps.py

@@ -11,7 +11,7 @@ def main() -> None:
     from octavo import LLM, SamplingParams, __version__
 
     model, _, threads, settings = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-    activations = settings.get("cpu_activations", "int16")
+    activations = settings.get("cpu_activations", "int8")
     with LLM(model, threads=threads, device="cpu", **settings) as llm:
         print(json.dumps({"ready": True, "engine": f"Octavo {__version__}, the file as it is, {activations} activations"}), flush=True)
         for line in sys.stdin:

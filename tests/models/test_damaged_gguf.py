@@ -58,7 +58,10 @@ def test_flipped_bits(sound: Path, tmp_path: Path, part: str) -> None:
         (tmp_path / "bad.gguf").write_bytes(damaged)
         seen.add(outcome(tmp_path / "bad.gguf"))
     assert outcome(sound) == "finite"
-    assert "refused" in seen if part == "header" else seen in ({"finite"}, {"finite", "not finite"})
+    if part == "header":
+        assert "refused" in seen
+    else:
+        assert "finite" in seen and "refused" not in seen
 
 
 def test_weights_that_are_all_ones(sound: Path, tmp_path: Path) -> None:

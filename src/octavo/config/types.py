@@ -12,7 +12,8 @@ AttentionName = Literal["auto", "triton", "flashinfer", "torch"]
 
 
 CpuActivations = Literal["float32", "int16", "int8"]
-"""What compiled CPU kernels multiply 4- and 8-bit weights with: as computed, or rounded with a scale for each 32 numbers."""
+"""What compiled CPU kernels multiply packed weights with: as computed, or rounded with a scale for each 32 numbers; int8 is for 4-bit
+weights, 8-bit ones then take int16."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class DeviceInfo:
     """CUDA compute capability."""
     native_kernels: bool | None = None
     """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
-    activations: CpuActivations = "int16"
+    activations: CpuActivations = "int8"
     """Of the compiled kernels."""
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def build_decoder(
-    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, activations: CpuActivations = "int16"
+    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, activations: CpuActivations = "int8"
 ) -> Model:
     """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
 

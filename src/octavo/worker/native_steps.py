@@ -18,7 +18,7 @@ from octavo.worker.slots import SlotTables
 
 
 class NativeSteps:
-    """Owns nothing: the tables, the cache and the weights belong to its parts."""
+    """Runs steps. Owns nothing: the tables, the cache and the weights belong to its parts."""
 
     def __init__(self, model: CompiledDecoder, attention: NativeCpuAttention, tables: SlotTables, state: SamplerState) -> None:
         self._tables = tables
@@ -26,15 +26,14 @@ class NativeSteps:
         self._attention = attention  # owns what the steps point into
         self._steps = model.steps(attention, SlotMemory(tables.tokens, tables.blocks, state.numbers, tables.block_size))
 
-    def fitting(self, plan: StepPlan) -> bool:
-        """Whether a plan can be run."""
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether all that the rows of a plan want is a draw."""
         state, slots = self._state, plan.slots
-        if not plan.num_tokens or (state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any():
-            return False
-        return not state.wants_prompt_logprobs[slots].any()
+        special = (state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any() or state.wants_prompt_logprobs[slots].any()
+        return plan.num_tokens > 0 and not special
 
     def launch(self, plan: StepPlan) -> torch.Tensor:
-        """Run a plan that fits, block-table diffs included.
+        """Run a plan that fits; it has run when this returns.
 
         Returns:
             [sampled rows] int32: the tokens, which are also in their places in the token table; -1 where logits were not usable.

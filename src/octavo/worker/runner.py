@@ -122,7 +122,7 @@ class Runner:
         clock = StepClock(self._tables.device)
         slots = plan.slots[plan.sample]
         self._seat(plan)
-        if self._native is not None and self._native.fitting(plan):
+        if self._native is not None and self._native.fits(plan):
             self._copy_blocks(plan)
             tokens = self._native.launch(plan)
             clock.stop()

@@ -80,9 +80,9 @@ def first_steps(config: EngineConfig) -> list[StepPlan]:
     """A prompt chunk, a chunk with a prefix, and a decode. On a GPU also chunks of the lengths that take different kernels, so that
     none is compiled while a user waits. Code that was compiled before needs only its scratch memory: one chunk."""
     chunk, lengths = _lengths(config)
-    sampling = every_feature(config.model.vocab_size)
     if config.device.native_kernels:
         return [made_up_step([chunk], SamplingParams(temperature=0.7, seed=0, max_tokens=2))]
+    sampling = every_feature(config.model.vocab_size)
     plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
     return [
         *(made_up_step([length], plain if length > 1 else sampling) for length in lengths),

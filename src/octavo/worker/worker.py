@@ -102,7 +102,9 @@ class Worker:
         with self._phase("graphs"):
             self._graphs = self._make_graphs(self._attention, self._to_capture.shapes)
             self._capture(progress, defer=defer_graphs)
-        self._runner = Runner(self._model, self._attention, self._tables, self._state, self._sampler, self._graphs, self._native_steps())
+        self._runner = Runner(
+            self._model, self._attention, self._tables, self._state, self._sampler, self._graphs, self._native_steps(self._attention)
+        )
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -177,16 +179,16 @@ class Worker:
         """The fused end of the sampler, if the model or the device brings one."""
         return self._model.draw if isinstance(self._model, CompiledDecoder) else self._ops.draw
 
-    def _native_steps(self) -> NativeSteps | None:
+    def _native_steps(self, attention: AttentionBackend) -> NativeSteps | None:
         """Whole steps in compiled code; None where the model is not compiled, or its attention is another's."""
         if not isinstance(self._model, CompiledDecoder):
             return None
         from octavo.attention.native_cpu import NativeCpuAttention
         from octavo.worker.native_steps import NativeSteps
 
-        if not isinstance(self._attention, NativeCpuAttention):
+        if not isinstance(attention, NativeCpuAttention):
             return None
-        return NativeSteps(self._model, self._attention, self._tables, self._state)
+        return NativeSteps(self._model, attention, self._tables, self._state)
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""

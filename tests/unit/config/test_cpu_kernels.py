@@ -25,9 +25,9 @@ def config(*, built: bool | None, **settings: Any) -> EngineConfig:
 
 def test_native_where_built_with_a_float16_cache() -> None:
     chosen = config(built=True)
-    assert (chosen.device.native_kernels, chosen.device.activations, chosen.cache.dtype) == (True, "int16", "float16")
+    assert (chosen.device.native_kernels, chosen.device.activations, chosen.cache.dtype) == (True, "int8", "float16")
     assert config(built=True, kv_cache_dtype="float32").cache.dtype == "float32"
-    assert config(built=True, cpu_activations="int8").device.activations == "int8"
+    assert config(built=True, cpu_activations="float32").device.activations == "float32"
 
 
 @pytest.mark.parametrize("settings", [{"cpu_kernels": "torch"}, {"dtype": "bfloat16"}])

@@ -50,8 +50,8 @@ class Counting:
     def __init__(self, steps: NativeSteps) -> None:
         self.steps, self.launches = steps, 0
 
-    def fitting(self, plan: StepPlan) -> bool:
-        return self.steps.fitting(plan)
+    def fits(self, plan: StepPlan) -> bool:
+        return self.steps.fits(plan)
 
     def launch(self, plan: StepPlan) -> torch.Tensor:
         self.launches += 1

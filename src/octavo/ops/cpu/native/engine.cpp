@@ -40,14 +40,14 @@ const Kernels& kernels() {
     return *k;
 }
 
-// 8-bit activations only where all packed parts of the layer take them: the others take 16-bit ones.
+// 8-bit activations go with 4-bit weights, whose own error is ten times theirs; 8-bit weights keep 16-bit ones.
 Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
     bool packed = false, floats = false, narrow = wanted == ACTIVATIONS_INT8;
     for (int i = 0; i < linear.num_segments; i++) {
         const int32_t kind = linear.segments[i].kind;
         if (kind == KIND_Q4 || kind == KIND_Q8) packed = true;
         else floats = true;
-        if (kind == KIND_Q8 && !kernels().rounds_q8) narrow = false;
+        if (kind == KIND_Q8) narrow = false;
     }
     if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
     return {narrow ? ROUND_8 : ROUND_16, floats};

@@ -4,8 +4,8 @@
 // group or from a buffer that it was unpacked to once for many tokens; and `add_16`/`add_8`, which run over a group. Whole numbers
 // are exact, so the two sources, and any T, give the same bits.
 //
-// 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones with 4-bit weights: pairs of products
-// sum to at most 3,810, and eight of those to 30,480, which 16 bits hold.
+// 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones go with 4-bit weights alone: pairs of
+// products sum to at most 3,810, and eight of those to 30,480, which 16 bits hold.
 #pragma once
 
 #include "kernels.h"
@@ -25,9 +25,7 @@ INLINE int32_t four_bytes(const void* x) { int32_t v; memcpy(&v, x, 4); return v
 #if defined(__AVX512VNNI__)
 
 constexpr int TILE = 8;
-constexpr bool ROUNDS_Q8 = true;
 constexpr bool PAIRED = true;  // four 16-bit activations lie in the order 0, 2, 1, 3
-constexpr bool SIGNED_BYTES = false;
 
 template <int T>
 struct Dots {
@@ -99,9 +97,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 #elif defined(__AVX2__)
 
 constexpr int TILE = 4;
-constexpr bool ROUNDS_Q8 = false;  // 8-bit weights times 8-bit activations would take as many instructions as 16-bit ones do
 constexpr bool PAIRED = true;
-constexpr bool SIGNED_BYTES = false;
 
 template <int T>
 struct Dots {
@@ -197,13 +193,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 #else
 
 constexpr int TILE = 4;
-constexpr bool ROUNDS_Q8 = true;
 constexpr bool PAIRED = false;
-#if defined(__ARM_FEATURE_DOTPROD)
-constexpr bool SIGNED_BYTES = true;  // its instruction multiplies signed bytes: 8-bit weights are unpacked without their 128
-#else
-constexpr bool SIGNED_BYTES = false;
-#endif
 
 template <int T>
 struct Dots {
@@ -223,14 +213,14 @@ INLINE uint8_t weight_at(const uint8_t* g, int row, int column) {
     return row < 8 ? both & 15 : both >> 4;
 }
 
-// [column][row] for 16-bit activations, bytes as in a Q8 group for 8-bit ones.
+// [column][row] for 16-bit activations; for 8-bit ones a byte each, four columns of a row side by side.
 template <bool Q4, bool WIDE>
 INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
     for (int k = 0; k < GROUP; k++)
         for (int r = 0; r < PANEL; r++) {
             const uint8_t w = weight_at<Q4>(g, r, k);
             if (WIDE) ((int16_t*)buffer)[k * PANEL + r] = w;
-            else buffer[k / 4 * 64 + r * 4 + k % 4] = !Q4 && SIGNED_BYTES ? w ^ 128 : w;
+            else buffer[k / 4 * 64 + r * 4 + k % 4] = w;
         }
 }
 

@@ -54,7 +54,6 @@ struct AttentionTile {
 };
 
 struct Kernels {
-    bool rounds_q8;  // whether 8-bit weights take 8-bit activations; 4-bit ones do at every level
     // One panel times tokens [begin, end), at most TOKEN_BLOCK: out[token * ldo + lane] for `lanes` rows.
     void (*panel)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
                   const float* bias, int lanes);

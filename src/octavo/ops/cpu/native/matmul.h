@@ -128,7 +128,7 @@ struct Scaling {
 template <int T, bool Q4, bool WIDE, class Weights>
 INLINE void rounded_tile(const Weights& weights, const Scaling& s, const Activations& a, int64_t at, float* sums) {
     Dots<T> dots;
-    for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : -128 * a.counts[at + t]);
+    for (int t = 0; t < T; t++) dots.start(t, Q4 ? 0 : -128 * a.counts[at + t]);
     if constexpr (WIDE) add_16<T>(weights, (const int16_t*)a.rounded + at * GROUP, dots);
     else add_8<T>(weights, (const int8_t*)a.rounded + at * GROUP, dots);
     const Scaling* now = &s;
@@ -163,7 +163,7 @@ constexpr int64_t UNPACK_FROM = 9;  // tokens that a detour through memory pays 
 
 template <bool Q4, bool WIDE>
 INLINE void rounded_group(const uint8_t* panel, int64_t group, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
-    if constexpr (Q4 || WIDE || ROUNDS_Q8) {
+    if constexpr (Q4 || WIDE) {
         const uint8_t* g = panel + group * (Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES);
         const uint16_t* narrow = (const uint16_t*)(g + (Q4 ? 256 : 512));
         Scaling s;
