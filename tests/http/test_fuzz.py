@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from octavo.frontend.http.messages_schema import MessagesRequest
-from octavo.frontend.http.responses_schema import ResponsesRequest
 
+from octavo.frontend.http.messages.request import MessagesRequest
+from octavo.frontend.http.responses.request import ResponsesRequest
 from octavo.frontend.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.support.http_server import RunningServer, wait_until
 
