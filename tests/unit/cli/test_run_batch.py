@@ -50,7 +50,7 @@ def test_a_batch_with_good_and_bad_lines(tmp_path: Path, engine_flags: list[str]
     assert got["empty-prompt"]["response"]["status_code"] == 400
     assert got["empty-prompt"]["error"]["param"] == "prompt"
     assert got["wrong-model"]["response"]["status_code"] == 404
-    assert got["embed"]["response"]["status_code"] == 501
+    assert got["embed"]["response"]["status_code"] == 400, "a model that generates does not embed"
     assert "url must be one of" in got["unknown-url"]["error"]["message"]
     assert "stream has no meaning" in got["stream"]["error"]["message"]
     assert "line 8 is not JSON" in got["line-8"]["error"]["message"]
