@@ -209,13 +209,13 @@ def test_chat_content_format_is_checked(llm: LLM) -> None:
     assert llm.chat([{"role": "user", "content": "hi"}], chat_template_content_format="string")[0].finished
 
 
-# Not yet, settings, life
+# Pooling, settings, life
 
 
-@pytest.mark.parametrize("name", ["encode", "embed", "classify", "score"])
-def test_pooling_is_not_yet(llm: LLM, name: str) -> None:
-    with pytest.raises(NotYet, match=name):
-        getattr(llm, name)("hi")
+@pytest.mark.parametrize(("name", "texts"), [("encode", ["hi"]), ("embed", ["hi"]), ("classify", ["hi"]), ("score", ["hi", "you"])])
+def test_a_model_that_writes_does_not_pool(llm: LLM, name: str, texts: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="--runner pooling"):
+        getattr(llm, name)(*texts)
 
 
 def test_prefix_cache_can_be_reset(llm: LLM) -> None:
