@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.structured import Wish
 from octavo.frontend.http.tools import ToolUse
-from octavo.frontend.parsing.formats import GENERIC, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
+from octavo.frontend.parsing.formats import GENERIC, CallSyntax, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
 from octavo.frontend.parsing.grammar import MAX_CALLS, optional_calls, required_calls
 from octavo.frontend.parsing.reply import ReplyFormat
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import inline_json, json_options
-from octavo.grammar.source import json_source, parsed_schema
+from octavo.grammar.source import check_ends, json_source, parsed_schema
 from octavo.protocol.params import OutputConstraint, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -119,11 +119,13 @@ async def _grammar(
         # An answer of the wished form, or calls instead of it.
         await wish.check(llm)
         text = f"{required_calls(syntax, use.functions, tokenizer.special_tokens, most=most)}\n{_answer(wish.params)}"
-        return await _checked(llm, StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1)), use)
+        return await _checked(
+            llm, StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1)), use, syntax, tokenizer.special_tokens
+        )
     assert syntax is not None
     write = required_calls if use.must_call else optional_calls
     text = write(syntax, use.functions, tokenizer.special_tokens, most=most)
-    return await _checked(llm, StructuredOutputsParams(grammar=text), use)
+    return await _checked(llm, StructuredOutputsParams(grammar=text), use, syntax, tokenizer.special_tokens)
 
 
 def _is_json(params: StructuredOutputsParams) -> bool:
@@ -135,8 +137,16 @@ def _answer(params: StructuredOutputsParams) -> str:
     return f"answer: {inline_json(schema, json_options(compact=params.disable_any_whitespace, pattern=params.whitespace_pattern))}"
 
 
-async def _checked(llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse) -> StructuredOutputsParams:
+async def _checked(
+    llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse, syntax: CallSyntax, special: Mapping[str, int]
+) -> StructuredOutputsParams:
     """`params`, if they can be used; if not, the tool that is to blame is named."""
+    for i, function in enumerate(use.functions):
+        where = f"tools[{i}].function.parameters"
+        try:
+            check_ends(function.get("parameters") or {}, where)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param="tools") from None
     try:
         await llm.check_structured_outputs(params)
     except InvalidRequest as error:
@@ -147,6 +157,12 @@ async def _checked(llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse)
                 json_source(function.get("parameters") or {}, options, where)
             except InvalidRequest as blamed:
                 raise InvalidRequest(str(blamed), param="tools") from None
+        for i, function in enumerate(use.functions):
+            try:
+                await llm.check_structured_outputs(StructuredOutputsParams(grammar=required_calls(syntax, [function], special, most=1)))
+            except InvalidRequest as blamed:
+                where = f"tools[{i}].function.parameters"
+                raise InvalidRequest(str(blamed).replace("structured_outputs.grammar", where, 1), param="tools") from None
         raise InvalidRequest(str(error).replace("structured_outputs.grammar", "The grammar of the tools", 1), param="tools") from None
     return params
 
