@@ -168,3 +168,18 @@ def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) ->
         template = "{{ enable_thinking is defined and not enable_thinking }} {{ reasoning_effort }}"
         server.post(PATH, {"messages": HI, "chat_template": template, "reasoning_effort": "none"})
         assert server.llm.tokenizer.decode(server.fake.seen[-1].prompt_token_ids) == "True none"
+
+
+@pytest.mark.parametrize("names", [['a"b'], [""], ["a b"], ["a\n"], ["é"], ["x" * 129], ["f", "g", "f"]])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer, names: list[str], choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    reply = server.post(PATH, {"messages": HI, "tools": tools, "tool_choice": choice})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "tools"
+    assert f"tools[{len(names) - 1}].function.name" in reply.json()["error"]["message"]
+
+
+def test_usual_names_are_fine(server: RunningServer) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("get-time", "ns.get_time", "x" * 128, "7")]
+    assert server.post(PATH, {"messages": HI, "tools": tools, "tool_choice": "required"}).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from octavo.grammar.json_schema import malformed, pointer
 
 MAX_TOOLS = 512
 MAX_NAME = 128
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 _TOOL = 'Each of tools must be {"type": "function", "function": {"name": ...}}'
 _NAMED = 'A named tool_choice is {"type": "function", "function": {"name": ...}}.'
 
@@ -90,8 +92,14 @@ def _functions(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
         if not isinstance(function, dict) or tool.get("type", "function") != "function" or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{_TOOL}, got {short_repr(tool)}.", param="tools")
         name, parameters = function["name"], function.get("parameters")
-        if not 1 <= len(name) <= MAX_NAME:
-            raise InvalidRequest(f"tools[{i}].function.name must have 1 to {MAX_NAME} characters.", param="tools")
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"tools[{i}].function.name must be 1 to {MAX_NAME} letters (a-z, A-Z), digits, dots, dashes or underscores, "
+                f"got {short_repr(name)}.",
+                param="tools",
+            )
+        if name in (other["name"] for other in functions):
+            raise InvalidRequest(f"tools[{i}].function.name {name!r} is that of an earlier tool; names must differ.", param="tools")
         if parameters is not None:
             problem = malformed(parameters)
             if problem is not None:
