@@ -183,3 +183,24 @@ def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer
 def test_usual_names_are_fine(server: RunningServer) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("get-time", "ns.get_time", "x" * 128, "7")]
     assert server.post(PATH, {"messages": HI, "tools": tools, "tool_choice": "required"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [True, False, {"type": "string"}, {"type": ["array", "null"]}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}, [], "x"],
+)
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_parameters_must_be_an_object(server: RunningServer, parameters: Any, choice: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    reply = server.post(PATH, {"messages": HI, "tools": [NOW, tool], "tool_choice": choice})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "tools"
+    assert "tools[1].function.parameters" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"properties": {}}, {"type": ["object", "null"]}, {"anyOf": [PARAMETERS, {"type": "null"}]}]
+)
+def test_parameters_of_objects(server: RunningServer, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert server.post(PATH, {"messages": HI, "tools": [tool], "tool_choice": "required"}).status_code == 200

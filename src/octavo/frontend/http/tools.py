@@ -105,5 +105,23 @@ def _functions(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
             if problem is not None:
                 where = pointer(problem[0]).removeprefix("$")
                 raise InvalidRequest(f"tools[{i}].function.parameters{where}: {problem[1]}.", param="tools")
+            if not _describes_an_object(parameters):
+                raise InvalidRequest(
+                    f'tools[{i}].function.parameters must be the schema of an object ({{"type": "object", ...}}), '
+                    f"got {short_repr(parameters)}.",
+                    param="tools",
+                )
         functions.append(function)
     return tuple(functions)
+
+
+def _describes_an_object(schema: Any) -> bool:
+    """Arguments have names: a schema that says it is of something else is none of arguments. One that does not say is taken."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        return "object" in (schema["type"] if isinstance(schema["type"], list) else [schema["type"]])
+    for key in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(key), list) and parts:
+            return any(_describes_an_object(part) for part in parts)
+    return True

@@ -94,4 +94,6 @@ def _object(schema: Any) -> Any:
     schema = prepared(schema, closed=True)
     if isinstance(schema, dict) and not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         return {"type": "object", **schema}
+    if isinstance(schema, dict) and isinstance(schema.get("type"), list):
+        return {**schema, "type": "object"}
     return schema
