@@ -124,7 +124,7 @@ def test_a_server_without_the_engine_says_what_to_install(server: RunningServer,
     reply = server.post(CHAT, {**HI, "structured_outputs": {"choice": ["never asked before"]}})
     assert reply.status_code == 501
     assert "octavo[structured]" in reply.json()["error"]["message"]
-    tool = {"type": "function", "function": {"name": "f"}}
+    tool = {"type": "function", "function": {"name": "asked_nowhere_else"}}
     assert server.post(CHAT, {**HI, "tools": [tool]}).status_code == 200
     assert server.post(CHAT, {**HI, "tools": [tool], "tool_choice": "required"}).status_code == 501
 

@@ -204,3 +204,51 @@ def test_parameters_must_be_an_object(server: RunningServer, parameters: Any, ch
 def test_parameters_of_objects(server: RunningServer, parameters: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     assert server.post(PATH, {"messages": HI, "tools": [tool], "tool_choice": "required"}).status_code == 200
+
+
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+JSON_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"zip": {"type": "integer"}}}},
+}
+
+
+@pytest.mark.parametrize("wish", [{"response_format": JSON_FORMAT}, {"structured_outputs": {"json": JSON_FORMAT["json_schema"]["schema"]}}])  # type: ignore[index]
+@pytest.mark.parametrize("tool", [WEATHER, STRICT])
+def test_json_and_tools_are_an_answer_of_that_form_or_calls(server: RunningServer, wish: dict[str, Any], tool: dict[str, Any]) -> None:
+    ask(server, CALL, tools=[tool], **wish)
+    grammar = grammar_of(server)
+    assert "start: answer | " in grammar
+    assert "zip" in grammar
+    assert "weather" in grammar
+
+
+def test_json_and_tools_in_a_format_without_a_grammar(checkpoint: Any) -> None:
+    with running_server(checkpoint, ServerSettings(tool_call_parser="pythonic")) as server:
+        ask(server, "{}", tools=[STRICT], response_format=JSON_FORMAT)
+        assert "start: answer | " in grammar_of(server)
+        assert "weather" in grammar_of(server)
+
+
+REGEX = {"regex": "a+"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required", "structured_outputs": REGEX}, "structured_outputs"),
+        ({"tool_choice": "required", "structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"tool_choice": NAMED, "guided_regex": "a+"}, "guided_regex"),
+        ({"tool_choice": NAMED, "response_format": {"type": "regex", "pattern": "a+"}}, "response_format"),
+        ({"tools": [STRICT], "structured_outputs": REGEX}, "structured_outputs"),
+        ({"tools": [STRICT], "response_format": {"type": "regex", "pattern": "a+"}}, "response_format"),
+        ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"tool_choice": NAMED, "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"tools": [STRICT], "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ],
+)
+def test_wishes_that_would_have_to_be_dropped_are_refused(server: RunningServer, body: dict[str, Any], param: str) -> None:
+    reply = server.post(PATH, {"messages": HI, "tools": [WEATHER], **body})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert "combined" in reply.json()["error"]["message"]
