@@ -91,6 +91,11 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
         ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "b"}, "guided_regex", "Only one"),
         ({"structured_outputs": {"choice": ["a"]}, "use_beam_search": True, "n": 2}, "use_beam_search", "combined"),
         ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no text can match"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format", "no text can match"),
+        ({"structured_outputs": {"grammar": 'start: start "a"'}}, "structured_outputs", "grammar cannot be used: no text can match"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "regex cannot be used: no text can match"),
+        ({"guided_regex": r"a[^\s\S]"}, "guided_regex", "no text can match"),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, {"prompt": "x"})])
@@ -119,7 +124,7 @@ def test_a_server_without_the_engine_says_what_to_install(server: RunningServer,
     reply = server.post(CHAT, {**HI, "structured_outputs": {"choice": ["never asked before"]}})
     assert reply.status_code == 501
     assert "octavo[structured]" in reply.json()["error"]["message"]
-    tool = {"type": "function", "function": {"name": "f"}}
+    tool = {"type": "function", "function": {"name": "asked_nowhere_else"}}
     assert server.post(CHAT, {**HI, "tools": [tool]}).status_code == 200
     assert server.post(CHAT, {**HI, "tools": [tool], "tool_choice": "required"}).status_code == 501
 
@@ -132,3 +137,30 @@ def test_the_vocabulary_is_what_the_tokens_stand_for(server: RunningServer) -> N
     assert vocabulary.eos == [2]
     assert vocabulary.special == [0, 1, 2]
     assert "model" in json.loads(vocabulary.tokenizer_json)
+
+
+NEVER = {"$ref": "#"}
+FORMAT = {"type": "json_schema", "name": "n", "schema": NEVER}
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "part"),
+    [
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": NEVER}}]}, "tools[0].function.parameters"),
+        ("/v1/responses", {"input": "x", "text": {"format": FORMAT}}, "no text can match"),
+        ("/v1/messages", {"max_tokens": 4, "output_config": {"format": FORMAT}}, "no text can match"),
+        (
+            "/v1/messages",
+            {"max_tokens": 4, "tools": [{"name": "f", "input_schema": NEVER}], "tool_choice": {"type": "any"}},
+            "parameters",
+        ),
+    ],
+)
+def test_a_grammar_without_any_text_is_refused_by_every_endpoint(
+    server: RunningServer, path: str, extra: dict[str, Any], part: str
+) -> None:
+    body = {**({} if "input" in extra else HI), **({"tool_choice": "required"} if path == CHAT else {}), **extra}
+    reply = server.post(path, body)
+    assert reply.status_code == 400, reply.text
+    assert part in reply.json()["error"]["message"]
+    assert "Bias" not in reply.text

@@ -168,3 +168,87 @@ def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) ->
         template = "{{ enable_thinking is defined and not enable_thinking }} {{ reasoning_effort }}"
         server.post(PATH, {"messages": HI, "chat_template": template, "reasoning_effort": "none"})
         assert server.llm.tokenizer.decode(server.fake.seen[-1].prompt_token_ids) == "True none"
+
+
+@pytest.mark.parametrize("names", [['a"b'], [""], ["a b"], ["a\n"], ["é"], ["x" * 129], ["f", "g", "f"]])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer, names: list[str], choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    reply = server.post(PATH, {"messages": HI, "tools": tools, "tool_choice": choice})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "tools"
+    assert f"tools[{len(names) - 1}].function.name" in reply.json()["error"]["message"]
+
+
+def test_usual_names_are_fine(server: RunningServer) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("get-time", "ns.get_time", "x" * 128, "7")]
+    assert server.post(PATH, {"messages": HI, "tools": tools, "tool_choice": "required"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [True, False, {"type": "string"}, {"type": ["array", "null"]}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}, [], "x"],
+)
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_parameters_must_be_an_object(server: RunningServer, parameters: Any, choice: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    reply = server.post(PATH, {"messages": HI, "tools": [NOW, tool], "tool_choice": choice})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "tools"
+    assert "tools[1].function.parameters" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"properties": {}}, {"type": ["object", "null"]}, {"anyOf": [PARAMETERS, {"type": "null"}]}]
+)
+def test_parameters_of_objects(server: RunningServer, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert server.post(PATH, {"messages": HI, "tools": [tool], "tool_choice": "required"}).status_code == 200
+
+
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+JSON_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"zip": {"type": "integer"}}}},
+}
+
+
+@pytest.mark.parametrize("wish", [{"response_format": JSON_FORMAT}, {"structured_outputs": {"json": JSON_FORMAT["json_schema"]["schema"]}}])  # type: ignore[index]
+@pytest.mark.parametrize("tool", [WEATHER, STRICT])
+def test_json_and_tools_are_an_answer_of_that_form_or_calls(server: RunningServer, wish: dict[str, Any], tool: dict[str, Any]) -> None:
+    ask(server, CALL, tools=[tool], **wish)
+    grammar = grammar_of(server)
+    assert "start: answer | " in grammar
+    assert "zip" in grammar
+    assert "weather" in grammar
+
+
+def test_json_and_tools_in_a_format_without_a_grammar(checkpoint: Any) -> None:
+    with running_server(checkpoint, ServerSettings(tool_call_parser="pythonic")) as server:
+        ask(server, "{}", tools=[STRICT], response_format=JSON_FORMAT)
+        assert "start: answer | " in grammar_of(server)
+        assert "weather" in grammar_of(server)
+
+
+REGEX = {"regex": "a+"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required", "structured_outputs": REGEX}, "structured_outputs"),
+        ({"tool_choice": "required", "structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"tool_choice": NAMED, "guided_regex": "a+"}, "guided_regex"),
+        ({"tool_choice": NAMED, "response_format": {"type": "regex", "pattern": "a+"}}, "response_format"),
+        ({"tools": [STRICT], "structured_outputs": REGEX}, "structured_outputs"),
+        ({"tools": [STRICT], "response_format": {"type": "regex", "pattern": "a+"}}, "response_format"),
+        ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"tool_choice": NAMED, "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"tools": [STRICT], "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ],
+)
+def test_wishes_that_would_have_to_be_dropped_are_refused(server: RunningServer, body: dict[str, Any], param: str) -> None:
+    reply = server.post(PATH, {"messages": HI, "tools": [WEATHER], **body})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert "combined" in reply.json()["error"]["message"]

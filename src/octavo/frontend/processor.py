@@ -68,7 +68,8 @@ class InputProcessor:
         self._model = config.model
         self._tokenizer = tokenizer
         self.max_model_len = max_model_len or config.model.max_model_len
-        self.grammars = GrammarDoor()
+        can_end = bool(self._model.eos_token_ids) or (tokenizer is not None and tokenizer.eos_token_id is not None)
+        self.grammars = GrammarDoor(self.vocabulary if tokenizer is not None and can_end else None)
         self._vocabulary: Vocabulary | None = None
         self._serial = itertools.count()
         self._seeds = random.Random(config.model.seed)

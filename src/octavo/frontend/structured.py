@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.grammar.source import grammar_source
+from octavo.grammar.compiler import engine_tokenizer
+from octavo.grammar.source import beginning_problem, grammar_source
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
 
@@ -30,9 +31,17 @@ CHECK_THREADS = 2
 
 
 class GrammarDoor:
-    """Checks structured output wishes and remembers the answers. Safe to call from any thread."""
+    """Checks structured output wishes and remembers the answers. Safe to call from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        vocabulary: the model's, when it is needed: a grammar may be well formed and yet have no first token. None if there is none to
+            be had: then only the form is checked.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary] | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer: tuple[Any, int] | None = None
+        self._tokenizer_lock = threading.Lock()
         self._known: OrderedDict[bytes, str | OctavoError] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -52,6 +61,7 @@ class GrammarDoor:
         if found is None:
             try:
                 found = grammar_source(wish)
+                self._check_beginning(wish, found)
             except InvalidRequest as error:
                 found = error
             with self._lock:
@@ -62,6 +72,21 @@ class GrammarDoor:
             raise InvalidRequest(str(found), param=found.param, code=found.code)
         assert isinstance(found, str)
         return found
+
+    def _check_beginning(self, wish: StructuredOutputsParams, source: str) -> None:
+        """Compute what may come first, as the engine core will."""
+        if self._vocabulary is None:
+            return
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                vocabulary = self._vocabulary()
+                self._tokenizer = engine_tokenizer(vocabulary), len(vocabulary.tokens)
+        if problem := beginning_problem(source, *self._tokenizer):
+            kind = next(
+                name for name in ("json_object", "json", "regex", "choice", "grammar", "structural_tag") if getattr(wish, name) is not None
+            )
+            what = "structured_outputs: the JSON schema" if kind.startswith("json") else f"structured_outputs.{kind}"
+            raise InvalidRequest(f"{what} cannot be used: {problem}", param="structured_outputs")
 
     async def prepare(self, wish: StructuredOutputsParams) -> None:
         """Check `wish` in a thread, so that `source` answers at once.

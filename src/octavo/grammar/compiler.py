@@ -68,7 +68,7 @@ class GrammarCompiler:
             # One thread builds the tokenizer: the first task of the queue.
             self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="octavo-grammar")
         if self._tokenizer is None:
-            self._tokenizer = self._pool.submit(_tokenizer, self._vocabulary)
+            self._tokenizer = self._pool.submit(engine_tokenizer, self._vocabulary)
         future = self._pool.submit(_compile, self._tokenizer, source)
         self._cache[source] = future
         while len(self._cache) > MAX_CACHED:
@@ -178,7 +178,8 @@ class _Greedy(_Encoder):
         return ids
 
 
-def _tokenizer(vocabulary: Vocabulary) -> Any:
+def engine_tokenizer(vocabulary: Vocabulary) -> Any:
+    """The vocabulary as the grammar engine knows it. Takes up to a second."""
     library = llguidance()
     encoder = _Encoder(vocabulary) if vocabulary.tokenizer_json else _Greedy(vocabulary)
     return library.LLTokenizer(library.TokenizerWrapper(encoder), n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos))

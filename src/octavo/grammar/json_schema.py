@@ -86,6 +86,62 @@ def malformed(schema: Any, path: Path = (), depth: int = 0) -> tuple[Path, str] 
     return next((found for step, inner in subschemas(schema) if (found := malformed(inner, (*path, *step), depth + 1))), None)
 
 
+MAX_ENDLESS_STEPS = 20_000
+
+
+def endless(schema: Any) -> Path | None:
+    """Where `schema` has a part that no finite text can match, because it always needs itself: {"$ref": "#"}, or an object with a
+    required property of its own kind. None if nowhere, or if the schema is too intricate to tell."""
+    steps = 0
+    fine: set[int] = set()
+
+    def needs_itself(node: Any, above: frozenset[int]) -> bool:
+        nonlocal steps
+        steps += 1
+        if not isinstance(node, dict) or id(node) in fine or steps > MAX_ENDLESS_STEPS or len(above) > 200:
+            return False
+        if id(node) in above:
+            return True
+        inside = above | {id(node)}
+        needed = [*node.get("allOf", ())] if isinstance(node.get("allOf"), list) else []
+        if isinstance(reference := node.get("$ref"), str) and reference.startswith("#"):
+            needed.append(_target(schema, reference))
+        names, properties = node.get("required"), node.get("properties")
+        if node.get("type") == "object" and isinstance(names, list) and isinstance(properties, dict):
+            needed += [properties[name] for name in names if isinstance(name, str) and name in properties]
+        choices = [node[key] for key in ("anyOf", "oneOf") if isinstance(node.get(key), list) and node[key]]
+        found = any(needs_itself(part, inside) for part in needed) or any(
+            all(needs_itself(part, inside) for part in parts) for parts in choices
+        )
+        if not found:
+            fine.add(id(node))
+        return found
+
+    def search(node: Any, path: Path, depth: int) -> Path | None:
+        if depth > 64:
+            return None
+        if needs_itself(node, frozenset()):
+            return path
+        # Definitions that nothing uses do no harm, and those in use are found where they are used.
+        inner = ((step, part) for step, part in subschemas(node) if step[0] not in ("$defs", "definitions"))
+        return next((found for step, part in inner if (found := search(part, (*path, *step), depth + 1)) is not None), None)
+
+    return search(schema, (), 0)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """What a $ref into the same schema points at; True (anything) if that is not there."""
+    node = schema
+    for part in (step.replace("~1", "/").replace("~0", "~") for step in reference.removeprefix("#").split("/")[1:]):
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        else:
+            return True
+    return node
+
+
 def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, str]:
     """Where a refused schema goes wrong: the path of the deepest part that is refused by itself, and what is said of it.
 

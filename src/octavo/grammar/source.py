@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+
 from octavo.errors import InvalidRequest
-from octavo.grammar.json_schema import failing_path, pointer, prepared
+from octavo.grammar.json_schema import endless, failing_path, pointer, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance
 from octavo.grammar.structural_tag import structural_tag_grammar
@@ -91,10 +93,24 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: {e}.", param=param) from None
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
+    check_ends(schema, param)
     if _problem(text):
         path, problem = failing_path(schema, problem_of)
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(path)}: {problem}", param=param)
     return text
+
+
+def check_ends(schema: Any, param: str) -> None:
+    """Refuse a schema of which a part needs itself without end.
+
+    Raises:
+        InvalidRequest: with the path in the schema.
+    """
+    if (path := endless(schema)) is not None:
+        raise InvalidRequest(
+            f"{param}: the JSON schema cannot be used: at {pointer(path)}: no text can match it, since it refers to itself without end.",
+            param=param,
+        )
 
 
 def check_lenient(schema: Any, param: str) -> None:
@@ -143,6 +159,24 @@ def _problem(source: str) -> str:
     return one_line(messages[0]) if failed else ""
 
 
+def beginning_problem(source: str, tokenizer: Any, num_tokens: int) -> str:
+    """What is wrong with where a grammar begins; "" when some token can come first, or the end.
+
+    Args:
+        source: a grammar whose form is fine.
+        tokenizer: of `compiler.engine_tokenizer`.
+        num_tokens: of its vocabulary.
+    """
+    matcher = llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    words = np.zeros(-(-num_tokens // 32), np.int32)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * 4)
+    if matcher.is_error():
+        error = str(matcher.get_error())
+        return "no text can match it." if "NoExtension" in error else "it is too complex. Use a simpler one, with smaller repetitions."
+    return "" if words.any() else "no text can match it."
+
+
 def limits() -> Any:
     """What one grammar may cost: about a second to build, a tenth to step; tens of MB."""
     return llguidance().LLParserLimits(
@@ -179,4 +213,4 @@ def _document(value: Any, param: str) -> dict[str, Any]:
     return value
 
 
-__all__ = ["check_lenient", "grammar_source", "inline_json", "json_source", "limits", "parsed_schema"]
+__all__ = ["beginning_problem", "check_ends", "check_lenient", "grammar_source", "inline_json", "json_source", "limits", "parsed_schema"]

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
+from octavo.grammar.compiler import engine_tokenizer
 from octavo.grammar.json_schema import malformed, pointer, prepared
-from octavo.grammar.source import check_lenient, grammar_source
+from octavo.grammar.source import beginning_problem, check_lenient, grammar_source
+from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import StructuredOutputsParams
 
 
@@ -122,3 +124,52 @@ def test_structural_tags(tag: dict[str, Any]) -> None:
 )
 def test_bad_structural_tags(tag: dict[str, Any], place: str) -> None:
     assert place in refusal(structural_tag=tag)
+
+
+@pytest.mark.parametrize(
+    ("wish", "problem"),
+    [
+        ({"regex": r"[^\s\S]"}, "no text"),
+        ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too complex"),
+        ({"grammar": 'start: start "a"'}, "no text"),
+        ({"grammar": 'start: ""'}, ""),
+        ({"regex": "a{1,1000}"}, ""),
+        ({"json": {"type": "object"}}, ""),
+    ],
+)
+def test_where_a_grammar_begins(wish: dict[str, Any], problem: str) -> None:
+    tokens = [bytes([i]) for i in range(256)] + [b"<eos>"] + [b"a" * n for n in range(2, 60)]
+    tokenizer = engine_tokenizer(Vocabulary(tokens, [256], [256]))
+    found = beginning_problem(grammar_source(StructuredOutputsParams(**wish)), tokenizer, len(tokens))
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+LINK = {"type": "object", "properties": {"next": {"$ref": "#/$defs/link"}}, "required": ["next"]}
+MAYBE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/link"}, {"type": "null"}]}}, "required": ["next"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"$ref": "#"}, "$"),
+        ({"anyOf": [{"$ref": "#"}]}, "$"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "$"),
+        ({"$ref": "#/$defs/link", "$defs": {"link": LINK}}, "$"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "$.properties.a"),
+    ],
+)
+def test_schemas_that_need_themselves_without_end(schema: dict[str, Any], path: str) -> None:
+    assert f"at {path}: no text can match it" in refusal(json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]},
+        {"$ref": "#/$defs/link", "$defs": {"link": MAYBE}},
+    ],
+)
+def test_recursive_schemas_that_end_are_fine(schema: dict[str, Any]) -> None:
+    assert grammar_source(StructuredOutputsParams(json=schema))

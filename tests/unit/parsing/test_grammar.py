@@ -84,3 +84,10 @@ def test_calls_that_may_be_made(name: str, special: bool) -> None:
         assert matcher is not None
         assert matcher.complete
         assert follow(grammar, "Let me see. " + written(syntax, ("f", '{"b": 1}')), marks) is None
+
+
+def test_names_are_escaped_where_they_stand_in_json() -> None:
+    grammar = required_calls(syntax_of("hermes"), [{"name": 'a"b'}], {})
+    matcher = follow(grammar, '<tool_call>\n{"name": "a\\"b", "arguments": {}}\n</tool_call>', {})
+    assert matcher is not None
+    assert matcher.complete

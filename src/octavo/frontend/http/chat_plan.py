@@ -70,6 +70,7 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
         template=_template(ctx, body),
         parallel=body.parallel_tool_calls is not False,
         stops=bool(params.stops),
+        beam=bool(body.use_beam_search),
     )
     params.structured_outputs, params.constraint = plan.wish, plan.marks
     if plan.keeps_special_tokens:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.structured import Wish
 from octavo.frontend.http.tools import ToolUse
-from octavo.frontend.parsing.formats import GENERIC, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
+from octavo.frontend.parsing.formats import GENERIC, CallSyntax, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
 from octavo.frontend.parsing.grammar import MAX_CALLS, optional_calls, required_calls
 from octavo.frontend.parsing.reply import ReplyFormat
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import inline_json, json_options
-from octavo.grammar.source import json_source, parsed_schema
+from octavo.grammar.source import check_ends, json_source, parsed_schema
 from octavo.protocol.params import OutputConstraint, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ async def plan_reply(
     template: str | None,
     parallel: bool,
     stops: bool,
+    beam: bool = False,
 ) -> ReplyPlan:
     """The plan for one chat.
 
@@ -64,6 +65,7 @@ async def plan_reply(
         template: the source of the chat template.
         parallel: more than one call is allowed.
         stops: the request has stop strings.
+        beam: the reply is searched for, which no grammar can hold.
 
     Raises:
         InvalidRequest: a schema that cannot be used, with its path.
@@ -72,7 +74,8 @@ async def plan_reply(
     tokenizer = llm.tokenizer
     reasoning = reasoning_format(settings.reasoning_parser, template)
     tools = tool_format(settings.tool_call_parser, template) if use.mode != "none" else None
-    if use.must_call and (tools is None or tools.syntax is None):
+    either = tools is not None and wish is not None and _is_json(wish.params)
+    if (use.must_call or either) and (tools is None or tools.syntax is None):
         tools = GENERIC
     opened = opened_by(prompt, reasoning) if reasoning is not None else None
     most = MAX_CALLS if parallel and use.mode != "named" else 1
@@ -86,6 +89,10 @@ async def plan_reply(
         whole_calls=stops,
     )
     structured = await _grammar(llm, tokenizer, use, tools, wish, most)
+    if beam and structured is not None:
+        raise InvalidRequest(
+            "use_beam_search cannot be combined with strict tools, nor with a tool_choice that demands a call.", param="use_beam_search"
+        )
     marks = [*(tools.marks if tools is not None else ()), *(reasoning.marks if reasoning is not None else ())]
     return ReplyPlan(
         form,
@@ -111,19 +118,41 @@ async def _grammar(
 ) -> StructuredOutputsParams | None:
     """What the reply is held to; checked."""
     syntax = tools.syntax if tools is not None else None
-    if not use.must_call and (syntax is None or not use.strict):
+    if wish is not None:
+        _check_combination(use, wish)
+        if not use.must_call and (syntax is None or not _is_json(wish.params)):
+            return await wish.check(llm)
+    if not use.must_call and (syntax is None or not use.strict or wish is not None):
         if wish is None:
             return None
-        if tools is None or syntax is None or not _is_json(wish.params):
-            return await wish.check(llm)
+        assert syntax is not None
         # An answer of the wished form, or calls instead of it.
         await wish.check(llm)
         text = f"{required_calls(syntax, use.functions, tokenizer.special_tokens, most=most)}\n{_answer(wish.params)}"
-        return await _checked(llm, StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1)), use)
+        return await _checked(
+            llm, StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1)), use, syntax, tokenizer.special_tokens
+        )
     assert syntax is not None
     write = required_calls if use.must_call else optional_calls
     text = write(syntax, use.functions, tokenizer.special_tokens, most=most)
-    return await _checked(llm, StructuredOutputsParams(grammar=text), use)
+    return await _checked(llm, StructuredOutputsParams(grammar=text), use, syntax, tokenizer.special_tokens)
+
+
+def _check_combination(use: ToolUse, wish: Wish) -> None:
+    """What a wish for the text cannot go with. A response_format says how an answer looks, so it says nothing where calls must be made.
+
+    Raises:
+        InvalidRequest: a wish that would have to be dropped.
+    """
+    if use.must_call and not wish.field.startswith("response_format"):
+        raise InvalidRequest(f"{wish.field} cannot be combined with a tool_choice that demands a call.", param=wish.param)
+    if use.must_call and not _is_json(wish.params):
+        raise InvalidRequest(f"{wish.field} of this type cannot be combined with a tool_choice that demands a call.", param=wish.param)
+    if use.strict and not _is_json(wish.params):
+        raise InvalidRequest(
+            f"{wish.field} cannot be combined with strict tools, unless it asks for JSON: leave out strict, or use a JSON schema.",
+            param=wish.param,
+        )
 
 
 def _is_json(params: StructuredOutputsParams) -> bool:
@@ -131,12 +160,24 @@ def _is_json(params: StructuredOutputsParams) -> bool:
 
 
 def _answer(params: StructuredOutputsParams) -> str:
-    schema = {"type": "object"} if params.json is None else prepared(parsed_schema(params.json, "response_format"))
+    schema = (
+        {"type": "object"}
+        if params.json is None
+        else prepared(parsed_schema(params.json, "response_format"), closed=params.disable_additional_properties)
+    )
     return f"answer: {inline_json(schema, json_options(compact=params.disable_any_whitespace, pattern=params.whitespace_pattern))}"
 
 
-async def _checked(llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse) -> StructuredOutputsParams:
+async def _checked(
+    llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse, syntax: CallSyntax, special: Mapping[str, int]
+) -> StructuredOutputsParams:
     """`params`, if they can be used; if not, the tool that is to blame is named."""
+    for i, function in enumerate(use.functions):
+        where = f"tools[{i}].function.parameters"
+        try:
+            check_ends(function.get("parameters") or {}, where)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param="tools") from None
     try:
         await llm.check_structured_outputs(params)
     except InvalidRequest as error:
@@ -147,6 +188,12 @@ async def _checked(llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse)
                 json_source(function.get("parameters") or {}, options, where)
             except InvalidRequest as blamed:
                 raise InvalidRequest(str(blamed), param="tools") from None
+        for i, function in enumerate(use.functions):
+            try:
+                await llm.check_structured_outputs(StructuredOutputsParams(grammar=required_calls(syntax, [function], special, most=1)))
+            except InvalidRequest as blamed:
+                where = f"tools[{i}].function.parameters"
+                raise InvalidRequest(str(blamed).replace("structured_outputs.grammar", where, 1), param="tools") from None
         raise InvalidRequest(str(error).replace("structured_outputs.grammar", "The grammar of the tools", 1), param="tools") from None
     return params
 

@@ -24,6 +24,11 @@ class Wish:
     params: StructuredOutputsParams
     field: str
 
+    @property
+    def param(self) -> str:
+        """The request's field, without the place in it."""
+        return self.field.partition(".")[0]
+
     async def check(self, llm: AsyncLLM) -> StructuredOutputsParams:
         """The parameters, once they are known to be usable.
 
@@ -34,7 +39,7 @@ class Wish:
         try:
             await llm.check_structured_outputs(self.params)
         except InvalidRequest as error:
-            raise InvalidRequest(str(error).replace("structured_outputs", self.field, 1), param=self.field.partition(".")[0]) from None
+            raise InvalidRequest(str(error).replace("structured_outputs", self.field, 1), param=self.param) from None
         return self.params
 
 
@@ -47,7 +52,7 @@ def wish_of(body: GenerationRequest) -> Wish | None:
     wishes = [*_response_format(body), *_structured_outputs(body), *_guided(body)]
     if len(wishes) > 1:
         fields = ", ".join(wish.field for wish in wishes)
-        raise InvalidRequest(f"Only one of these can be given: {fields}.", param=wishes[1].field.partition(".")[0])
+        raise InvalidRequest(f"Only one of these can be given: {fields}.", param=wishes[1].param)
     if wishes and body.use_beam_search:
         raise InvalidRequest(f"use_beam_search cannot be combined with {wishes[0].field}.", param="use_beam_search")
     return wishes[0] if wishes else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from octavo.grammar.json_schema import malformed, pointer
 
 MAX_TOOLS = 512
 MAX_NAME = 128
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 _TOOL = 'Each of tools must be {"type": "function", "function": {"name": ...}}'
 _NAMED = 'A named tool_choice is {"type": "function", "function": {"name": ...}}.'
 
@@ -90,12 +92,36 @@ def _functions(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
         if not isinstance(function, dict) or tool.get("type", "function") != "function" or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{_TOOL}, got {short_repr(tool)}.", param="tools")
         name, parameters = function["name"], function.get("parameters")
-        if not 1 <= len(name) <= MAX_NAME:
-            raise InvalidRequest(f"tools[{i}].function.name must have 1 to {MAX_NAME} characters.", param="tools")
+        if not _NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"tools[{i}].function.name must be 1 to {MAX_NAME} letters (a-z, A-Z), digits, dots, dashes or underscores, "
+                f"got {short_repr(name)}.",
+                param="tools",
+            )
+        if name in (other["name"] for other in functions):
+            raise InvalidRequest(f"tools[{i}].function.name {name!r} is that of an earlier tool; names must differ.", param="tools")
         if parameters is not None:
             problem = malformed(parameters)
             if problem is not None:
                 where = pointer(problem[0]).removeprefix("$")
                 raise InvalidRequest(f"tools[{i}].function.parameters{where}: {problem[1]}.", param="tools")
+            if not _describes_an_object(parameters):
+                raise InvalidRequest(
+                    f'tools[{i}].function.parameters must be the schema of an object ({{"type": "object", ...}}), '
+                    f"got {short_repr(parameters)}.",
+                    param="tools",
+                )
         functions.append(function)
     return tuple(functions)
+
+
+def _describes_an_object(schema: Any) -> bool:
+    """Arguments have names: a schema that says it is of something else is none of arguments. One that does not say is taken."""
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        return "object" in (schema["type"] if isinstance(schema["type"], list) else [schema["type"]])
+    for key in ("anyOf", "oneOf"):
+        if isinstance(parts := schema.get(key), list) and parts:
+            return any(_describes_an_object(part) for part in parts)
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,9 +80,11 @@ def _call_rules(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], special:
     for i, tool in enumerate(tools):
         schema = tool.get("parameters") or {"type": "object", "properties": {}}
         options = json_options(lenient=not tool.get("strict"))
-        name = literal(str(tool["name"]))
+        name = str(tool["name"])
+        if syntax.before.endswith('"'):  # it stands in a JSON string
+            name = json.dumps(name, ensure_ascii=False)[1:-1]
         rules.append(f"arguments_{i}: {inline_json(_object(schema), options)}")
-        bodies.append(f"{name} {literal(syntax.between, special)} arguments_{i} {literal(syntax.after, special)}")
+        bodies.append(f"{literal(name)} {literal(syntax.between, special)} arguments_{i} {literal(syntax.after, special)}")
     rules.append("call_body: " + " | ".join(bodies))
     return rules
 
@@ -91,4 +94,6 @@ def _object(schema: Any) -> Any:
     schema = prepared(schema, closed=True)
     if isinstance(schema, dict) and not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         return {"type": "object", **schema}
+    if isinstance(schema, dict) and isinstance(schema.get("type"), list):
+        return {**schema, "type": "object"}
     return schema
