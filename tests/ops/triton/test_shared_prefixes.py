@@ -19,7 +19,7 @@ def backend_and_tables(device: torch.device, window: int | None = None) -> tuple
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     needed = -(-CONTEXTS // BLOCK)
     attention = TritonAttention((spec,), int(needed.sum()) + 1, BLOCK, dtype, device)
-    attention.cache_of(0).normal_()
+    attention.cache.of(0).normal_()
     tables, used = torch.zeros(len(CONTEXTS), int(needed.max()) + 4, dtype=torch.int32), 1
     for row, blocks in enumerate(needed.tolist()):
         tables[row, :blocks] = torch.arange(used, used + blocks)
@@ -32,7 +32,7 @@ def backend_and_tables(device: torch.device, window: int | None = None) -> tuple
 def attend(attention: TritonAttention, tables: torch.Tensor, shared: SharedPrefixes | None, *, captured: bool) -> torch.Tensor:
     device, start = tables.device, CONTEXTS - 1
     torch.manual_seed(1)
-    q = torch.randn(len(CONTEXTS), HEADS, DIM, device=device).to(attention.cache_of(0).dtype)
+    q = torch.randn(len(CONTEXTS), HEADS, DIM, device=device).to(attention.cache.of(0).dtype)
     k, v = torch.randn(2, len(CONTEXTS), KV_HEADS, DIM, device=device).to(q.dtype)
     last = torch.from_numpy(start).to(device).long()
     slots = tables.gather(1, last[:, None] // BLOCK)[:, 0].long() * BLOCK + last % BLOCK
