@@ -8,7 +8,7 @@ trap 'rm -rf "$work"' EXIT
 cp -r src setup.py pyproject.toml README.md LICENSE tests "$work"
 cd "$work"
 rm -f src/octavo/ops/cpu/_native*.so
-flags="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+flags="-g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 CXXFLAGS="$flags" CFLAGS="$flags" LDFLAGS="-fsanitize=address,undefined" "$python" setup.py -q build_ext --inplace
 ls src/octavo/ops/cpu/_native*.so
 LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \

@@ -15,7 +15,7 @@ from typing import Any
 from octavo._version import __version__
 from octavo.cli.parser import CommandParser, Namespace
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 
 
 def percentile(values: Sequence[float], p: float) -> float:
