@@ -31,11 +31,7 @@ from octavo.cli.bench.results import environment, write_json
 from octavo.config.device import usable_cores
 
 PROMPT_WORDS, OUTPUT_TOKENS = 150, 128
-WORDS = (
-    "time year people way day thing life child world school state family student group country problem hand part place case week company "
-    "system program question work government number night point home water room mother area money story fact month lot right study book "
-    "eye job word business issue side kind head house service friend father power hour game line end member law car city name team minute"
-).split()
+WORDS = ["time", "year", "people", "way", "day", "thing", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "name", "team", "minute"]
 """A token each. Text rather than random ids: what follows those is often no valid UTF-8, at which llama-server drops the request."""
 LOADS = ((1, 4), (8, 16), (32, 64))
 """(open requests, requests in all)"""
