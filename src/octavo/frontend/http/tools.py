@@ -86,7 +86,7 @@ def _functions(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
         raise InvalidRequest("tools must not be an empty list; leave it out.", param="tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(tools)} entries; {MAX_TOOLS} are allowed.", param="tools")
-    functions = []
+    functions: list[dict[str, Any]] = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function" or not isinstance(function.get("name"), str):
