@@ -151,7 +151,15 @@ def test_ctrl_c_exits_130_without_a_word(tmp_path: Path) -> None:
 
 
 def _has_lock_file_open(pid: int) -> bool:
-    return any(os.readlink(f"/proc/{pid}/fd/{fd}").endswith(".lock") for fd in os.listdir(f"/proc/{pid}/fd"))
+    return any(_target(link).endswith(".lock") for link in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _target(link: Path) -> str:
+    """Where a process's descriptor leads, or nothing if it was closed since it was listed."""
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return ""
 
 
 def wait_until(true: object, timeout: float = 30.0) -> None:
