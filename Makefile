@@ -61,7 +61,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format src tests benchmarks compat
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 docs: $(VENV)/.serve
 	$(BIN)/python -m octavo.cli.docs
