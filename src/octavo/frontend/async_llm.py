@@ -19,11 +19,11 @@ from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, RequestFailed
 from octavo.frontend.beam import BeamSearch, Collector, beam_request_output
-from octavo.frontend.client import Progress
+from octavo.frontend.client import Progress, RemoteClient, State
 from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
 from octavo.frontend.pooling import PoolingProcessor, PoolingState, PreparedPooling
-from octavo.frontend.process_client import ProcessClient, State
+from octavo.frontend.process_client import ProcessClient
 from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt, parse_prompt
 from octavo.frontend.request_state import RequestState
@@ -126,7 +126,7 @@ class AsyncLLM:
     once; the first use waits for it).
     """
 
-    def __init__(self, launch: Launch, tokenizer: Tokenizer | None, client: ProcessClient) -> None:
+    def __init__(self, launch: Launch, tokenizer: Tokenizer | None, client: RemoteClient) -> None:
         self.args = launch.args
         self.checkpoint: Checkpoint = launch.checkpoint
         self.config: EngineConfig = launch.config

@@ -20,7 +20,7 @@ from octavo.frontend.http.responses.items import Item
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, used_at REAL NOT NULL,
-    size INTEGER NOT NULL, response BLOB NOT NULL, items BLOB NOT NULL
+    size INTEGER NOT NULL, response BLOB NOT NULL, items BLOB NOT NULL, keeper INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at);
 CREATE TABLE IF NOT EXISTS held (bytes INTEGER NOT NULL);
@@ -53,9 +53,13 @@ class ResponseStore:
         path: a file that several processes may share, or ":memory:".
         ttl: seconds that a response is kept after its last use.
         max_bytes: of all responses together; 0 keeps none.
+        keeper: number of this process among those that share the file.
     """
 
-    def __init__(self, path: str = ":memory:", *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: str = ":memory:", *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.time, keeper: int = 0
+    ) -> None:
+        self._keeper = keeper
         self._ttl = ttl
         self._max_bytes = max_bytes
         self._clock = clock
@@ -79,8 +83,8 @@ class ResponseStore:
                 return
             now = self._clock()
             self._db.execute("DELETE FROM responses WHERE used_at < ? OR id = ?", (now - self._ttl, stored.id))
-            row = (stored.id, stored.owner, previous, status, now, size, response, items)
-            self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            row = (stored.id, stored.owner, previous, status, now, size, response, items, self._keeper)
+            self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             while self.size() > self._max_bytes:
                 self._db.execute("DELETE FROM responses WHERE id IN (SELECT id FROM responses ORDER BY used_at, id LIMIT 1)")
 
@@ -109,6 +113,16 @@ class ResponseStore:
 
     def delete(self, response_id: str, owner: str) -> bool:
         return self._db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0
+
+    def fail_running(self, message: str) -> None:
+        """End the responses that a predecessor with our number was at work on: nobody goes on with them."""
+        rows = self._db.execute(
+            "SELECT response, items, owner FROM responses WHERE keeper = ? AND status IN ('queued', 'in_progress')", (self._keeper,)
+        ).fetchall()
+        for encoded, items, owner in rows:
+            response = msgspec.json.decode(encoded)
+            response.update(status="failed", error={"code": "server_error", "message": message})
+            self.put(StoredResponse(response, msgspec.json.decode(items), owner))
 
     def cancelled(self, response_id: str) -> bool:
         """Whether somebody cancelled or deleted it, perhaps through another process."""
