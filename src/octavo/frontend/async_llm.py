@@ -234,6 +234,7 @@ class AsyncLLM:
         lora_request: Any = None,
         fair_key: str = "",
         arrival_time: float | None = None,
+        report_progress: bool = False,
     ) -> RequestStream:
         """Check a request and queue it. Whatever is wrong with it is raised here, before anything has been streamed.
 
@@ -241,6 +242,7 @@ class AsyncLLM:
             sampling_params: None: the model's defaults.
             request_id: None: a fresh one. An id that is in use is refused.
             arrival_time: time.monotonic() when the request came in; default now.
+            report_progress: outputs say how far the prompt is (`prompt_progress`) while it is computed.
 
         Raises:
             InvalidRequest, NotYet: the request cannot be served as asked.
@@ -268,6 +270,7 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
             lora_request=lora_request,
             arrival_time=arrival,
+            report_progress=report_progress,
         )
         self._check_unused(request_id)  # somebody may have taken it while we were away
         news = asyncio.Event()

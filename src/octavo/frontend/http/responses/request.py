@@ -33,6 +33,7 @@ SAME_NAME = (
     "cache_salt",
     "user",
     "stream",
+    "return_progress",
 )
 """Fields that are those of chat."""
 
@@ -107,6 +108,7 @@ class ResponsesRequest(InputTokensRequest):
     ignore_eos: bool | None = None
     min_tokens: Int32 | None = None
     logit_bias: dict[str, Any] | None = None
+    return_progress: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

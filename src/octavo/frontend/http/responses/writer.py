@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.errors import describe
 from octavo.frontend.http.generation import Generation
@@ -95,6 +97,9 @@ class ResponsesWriter:
         yield self._event(("response.created", {"response": self._plan.object("in_progress", [])}))
         yield self._event(("response.in_progress", {"response": self._plan.object("in_progress", [])}))
         async for chunk in self._chat.chunks(generation):
+            if chunk.prompt_progress is not UNSET:
+                yield self._event(("response.prompt_progress", {"prompt_progress": chunk.prompt_progress}))
+                continue
             for choice in chunk.choices:
                 for event in self._output.add(choice):
                     yield self._event(event)
