@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +74,10 @@ def test_chat(server: ServerProcess) -> None:
     check(progress, chunks[-1]["usage"]["prompt_tokens"])
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert all(c["choices"][0]["delta"] == {} for c in chunks if "prompt_progress" in c)
-    texts = ["".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"] and c["choices"][0]["index"] == i) for i in (0, 1)]
+    texts = [
+        "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"] and c["choices"][0]["index"] == i)
+        for i in (0, 1)
+    ]
     assert texts[0]
     assert texts[1]
 

@@ -14,6 +14,7 @@ import errno
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -30,6 +31,7 @@ from octavo.errors import ConfigError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.client import Progress
 from octavo.frontend.http.batches.store import claim_folder, default_folder
+from octavo.frontend.http.connection import connection_class
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
@@ -44,6 +46,7 @@ logger = logging.getLogger("octavo.server")
 Report = Callable[[EngineReady, EngineConfig, ServerSettings], None]
 """Shows what was started."""
 
+MAX_OPEN_FILES = 65536
 LAST_WORDS = 1.0
 """Seconds for error replies to reach clients whose requests are ended."""
 ENGINE_STOP_TIMEOUT = 10.0
@@ -63,6 +66,7 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
     if args.disable_log_stats:
         settings = dataclasses.replace(settings, log_stats_interval=0.0)
+    _allow_many_connections()
     report = report or _default_report(settings.log_format)
     with contextlib.ExitStack() as stack:
         sockets = stack.enter_context(bound_sockets(settings))
@@ -79,6 +83,15 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
         else:
             llm = AsyncLLM.from_engine_args(args, progress=progress)
             runner.run(_main(llm, settings, sockets[0], report, progress))
+
+
+def _allow_many_connections() -> None:
+    """Every connection is an open file, and the usual limit of 1024 is meant for programs that do not know better."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
@@ -105,13 +118,13 @@ def bound_sockets(settings: ServerSettings) -> Iterator[list[socket.socket]]:
             first = stack.enter_context(_bind_uds(settings.uds))
             sockets = [first, *(stack.enter_context(first.dup()) for _ in range(count - 1))]
         else:
-            sockets = [stack.enter_context(_bind_tcp(settings.host, settings.port))]
+            sockets = [stack.enter_context(_bind_tcp(settings.host, settings.port, settings.client_timeout))]
             if count > 1:
                 # The first one was bound alone, so that another program on the port was an error.
                 port = sockets.pop().getsockname()[1]
                 stack.pop_all().close()
                 for _ in range(count):
-                    sockets.append(stack.enter_context(_bind_tcp(settings.host, port, shared=True)))
+                    sockets.append(stack.enter_context(_bind_tcp(settings.host, port, settings.client_timeout, shared=True)))
         try:
             for sock in sockets:
                 sock.listen(2048)
@@ -143,7 +156,7 @@ def state_folder(settings: ServerSettings) -> Iterator[ServerSettings]:
         yield dataclasses.replace(settings, state_dir=folder)
 
 
-def _bind_tcp(host: str | None, port: int, *, shared: bool = False) -> socket.socket:
+def _bind_tcp(host: str | None, port: int, client_timeout: float, *, shared: bool = False) -> socket.socket:
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,6 +165,9 @@ def _bind_tcp(host: str | None, port: int, *, shared: bool = False) -> socket.so
     # Inherited by connections. uvloop asks for it on each, asyncio does not; without it the kernel holds a token back until the
     # client has acknowledged the one before, which clients put off for 40 ms.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if client_timeout > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Inherited too: a client that takes nothing of what we have sent for so long is gone.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(client_timeout * 1000)))
     try:
         sock.bind((host or "", port))
     except (OSError, UnicodeError) as e:
@@ -301,7 +317,7 @@ def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     try:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=connection_class(settings.client_timeout),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -37,6 +37,12 @@ class ServerSettings:
         15.0, "Seconds that running requests may take to finish after the first SIGTERM or Ctrl-C.", group="server"
     )
     timeout_keep_alive: int = setting(75, "Seconds an idle connection stays open.", group="server")
+    client_timeout: float = setting(
+        60.0,
+        "Seconds that a client may take for the head of a request, send nothing within its body, or read nothing of its reply; "
+        "0: no limit.",
+        group="server",
+    )
     sse_keep_alive: float = setting(
         15.0, "Seconds of silence after which a stream gets a comment, so that proxies keep it open; 0 sends none.", group="server"
     )
@@ -134,7 +140,7 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}.")
-        for name in ("sse_keep_alive", "response_store_ttl", "response_store_bytes", "file_store_bytes"):
+        for name in ("sse_keep_alive", "client_timeout", "response_store_ttl", "response_store_bytes", "file_store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
