@@ -167,6 +167,10 @@ def test_responses_are_kept_for_all(running: ServerProcess) -> None:
     assert again.status_code == 200, again.text
     assert one.delete(f"/v1/responses/{made['id']}").json()["deleted"] is True
     assert two.get(f"/v1/responses/{made['id']}").status_code == 404
+    conversation = one.post("/v1/conversations", json={}).json()["id"]
+    for connection in (one, two, one):
+        assert connection.post("/v1/responses", json={"input": "hi", "conversation": conversation}).status_code == 200
+    assert len(two.get(f"/v1/conversations/{conversation}/items").json()["data"]) == 6
 
 
 def test_batches_are_run_once_whoever_takes_them(running: ServerProcess) -> None:

@@ -21,6 +21,7 @@ from octavo.frontend.http.routes import (
     chat,
     completions,
     control,
+    conversations,
     development,
     files,
     health,
@@ -74,7 +75,22 @@ def build_app(
     )
     context.batches.runs = number == 0
     context.answer_peers()
-    for area in (completions, chat, responses, messages, control, files, batches, pooling, models, tokens, health, observe, unsupported):
+    for area in (
+        completions,
+        chat,
+        responses,
+        conversations,
+        messages,
+        control,
+        files,
+        batches,
+        pooling,
+        models,
+        tokens,
+        health,
+        observe,
+        unsupported,
+    ):
         app.include_router(area.router)
     if not settings.disable_dashboard:
         app.include_router(observe.dashboard_router)

@@ -29,6 +29,8 @@ class ResponsePlan:
     model: str
     body: ResponsesRequest
     params: SamplingParams
+    conversation: str | None = None
+    """Id of the one that it goes on with."""
 
     def object(self, status: str, output: list[Item]) -> dict[str, Any]:
         """The response as it stands."""
@@ -41,6 +43,7 @@ class ResponsePlan:
             "completed_at": None,
             "status": status,
             "background": bool(body.background),
+            "conversation": None if self.conversation is None else {"id": self.conversation},
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
