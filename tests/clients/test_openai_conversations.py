@@ -48,7 +48,9 @@ def test_items(client: openai.OpenAI) -> None:
 
 
 def test_responses_go_on_with_it(client: openai.OpenAI, server: RunningServer) -> None:
-    conversation = client.conversations.create(items=[{"role": "user", "content": "first question"}, {"role": "assistant", "content": "ok"}])
+    conversation = client.conversations.create(
+        items=[{"role": "user", "content": "first question"}, {"role": "assistant", "content": "ok"}]
+    )
     first = client.responses.create(model="tiny", input="more", conversation=conversation.id)
     assert first.conversation is not None
     assert first.conversation.id == conversation.id
