@@ -87,7 +87,7 @@ def test_what_cannot_be(client: openai.OpenAI) -> None:
             wrong()
     with pytest.raises(openai.NotFoundError):
         client.conversations.delete(response.id)
-    with pytest.raises(openai.BadRequestError, match="previous_response_id|no response"):
+    with pytest.raises(openai.BadRequestError, match=r"previous_response_id|no response"):
         client.responses.create(model="tiny", input="hi", previous_response_id=conversation.id)
     assert client.responses.retrieve(response.id).output_text == "hello world"
 
