@@ -240,6 +240,28 @@ def test_a_killed_api_server_takes_only_its_own_requests_along(fresh: ServerProc
     assert "Another takes its place" in fresh.log
 
 
+def test_one_that_hangs_does_not_hold_up_the_metrics_of_all(fresh: ServerProcess) -> None:
+    victim, survivor = api_servers(fresh)
+    with closing(connection_to(fresh, victim)) as one, closing(connection_to(fresh, survivor)) as other:
+        assert one.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
+        name = 'vllm:request_success_total{engine="0",finished_reason="stop"'
+
+        def count() -> float:
+            (line,) = [x for x in other.get("/metrics").text.splitlines() if x.startswith(name)]
+            return float(line.rsplit(" ", 1)[1])
+
+        before = count()
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            assert count() == before >= 1
+            assert time.monotonic() - started < 5
+            assert other.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        assert count() == before + 1
+
+
 def test_a_background_response_whose_server_dies_has_failed(checkpoint: Path, tmp_path: Path) -> None:
     config = scripted_engine(checkpoint, tmp_path, {"default": [40] * 4000, "step_delay_ms": 20})
     with server_process(tmp_path, config, api_server_count=2) as server:
