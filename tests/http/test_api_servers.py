@@ -23,6 +23,7 @@ from tests.http.test_server import FOREVER, gone
 from tests.support.http_server import parse_events, wait_until
 from tests.support.server_process import ServerProcess, scripted_engine, server_process
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_pooling import save_pooling, write_modules
 
 SCRIPT = {
     "rules": [{"prompt_contains_ids": [3, 3], "tokens": [30, 31, 32, 33, 34], "cycle": True, "delay_ms": 10}],
@@ -348,6 +349,25 @@ def test_over_a_unix_socket(checkpoint: Path, tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert not path.exists()
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_pooling(folder, "BertModel")
+    write_modules(folder, "mean_tokens", normalize=True, max_length=16)
+    with server_process(tmp_path, {"model": str(folder), "device": "cpu", "threads": 1}, api_server_count=2) as server:
+        server.wait_ready(120)
+        replies = []
+        for pid in api_servers(server):
+            with closing(connection_to(server, pid)) as connection:
+                replies.append(
+                    connection.post("/v1/embeddings", json={"input": ["a cat runs", "the stock market fell", "a cat runs"]}).json()
+                )
+        assert replies[0]["data"] == replies[1]["data"]
+        vectors = [row["embedding"] for row in replies[0]["data"]]
+        assert vectors[0] == vectors[2] != vectors[1]
+        assert server.http.get("/load").json()["server_load"] == 0
 
 
 def test_two_servers_do_not_share_a_port(running: ServerProcess, checkpoint: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -162,6 +163,32 @@ def test_a_client_that_never_reads_is_given_up(server: ServerProcess) -> None:
     assert len(ended) >= 8, "the streams must have been given up, not finished"
     assert grown < 8 * 16 * 1024 * 1024
     assert serves(server)
+
+
+def test_over_a_unix_socket_too(tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "checkpoint", max_model_len=1 << 16)
+    path = tmp_path / "sock"
+    body = {"prompt": [4, 4], "max_tokens": 60_000, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    engine = scripted_engine(checkpoint, tmp_path, SCRIPT, max_num_seqs=16)
+    with server_process(tmp_path, engine, client_timeout=TIMEOUT, uds=str(path)) as server:
+        server.wait_ready()
+        with socket.socket(socket.AF_UNIX) as idle, socket.socket(socket.AF_UNIX) as slow:
+            for sock in (idle, slow):
+                sock.connect(str(path))
+                sock.sendall(post("/v1/completions", json.dumps(body).encode()))
+
+            def read_slowly() -> None:
+                for _ in range(40):
+                    assert slow.recv(16_384)
+                    time.sleep(0.1)
+
+            reader = threading.Thread(target=read_slowly)
+            reader.start()
+            assert wait_until(lambda: server.http.get("/load").json()["server_load"] == 2)
+            assert wait_until(lambda: server.http.get("/load").json()["server_load"] == 1, 20), "one of them does not read"
+            reader.join(20)
+            assert server.http.get("/load").json()["server_load"] == 1, "the other one is only slow"
+        assert wait_until(lambda: is_idle(server), 5)
 
 
 def test_a_thousand_connections_at_once(server: ServerProcess) -> None:

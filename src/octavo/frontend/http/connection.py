@@ -1,8 +1,8 @@
 """One connection of a client, with the limits that uvicorn's has not: a head of bounded size, that comes in bounded time.
 
 A client may be slow, but not for ever: who sends no head, or nothing more of a body, for `client_timeout` seconds is answered 408. Who
-reads nothing of a reply for so long is the kernel's to find (`TCP_USER_TIMEOUT`, set on the listening socket); until then uvicorn's
-flow control holds the stream back, so that it costs the tokens of one request and no more.
+reads nothing of a reply for so long is cut off; until then uvicorn's flow control holds the stream back, so that it costs the tokens of
+one request and no more. (What has left our buffers for the kernel's is the kernel's to time: `TCP_USER_TIMEOUT`, see server.py.)
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._heard = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+        """Set while the client has more to read than we keep for it."""
+        self._unread = 0
         super().connection_made(transport)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._stop_reading_watch()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -58,6 +62,31 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._unwatch()
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reading is None and self.client_timeout > 0:
+            self._unread = self.transport.get_write_buffer_size()
+            self._reading = self.loop.call_later(self.client_timeout, self._look_at_reader)
+
+    def resume_writing(self) -> None:
+        self._stop_reading_watch()
+        super().resume_writing()
+
+    def _look_at_reader(self) -> None:
+        """Nothing is written meanwhile: what is left shrinks, or nobody reads."""
+        left = self.transport.get_write_buffer_size()
+        if left < self._unread:
+            self._unread = left
+            self._reading = self.loop.call_later(self.client_timeout, self._look_at_reader)
+        else:
+            self._reading = None
+            self.transport.abort()
+
+    def _stop_reading_watch(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     @property
     def _replying(self) -> bool:
