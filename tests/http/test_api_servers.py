@@ -241,6 +241,32 @@ def test_a_killed_api_server_takes_only_its_own_requests_along(fresh: ServerProc
     assert "Another takes its place" in fresh.log
 
 
+def test_a_beam_search_whose_server_dies_frees_its_blocks(checkpoint: Path, tmp_path: Path) -> None:
+    config = scripted_engine(checkpoint, tmp_path, {"default": [40] * 4000, "step_delay_ms": 5}, enable_prefix_caching=False)
+    with server_process(tmp_path, config, api_server_count=2) as server:
+        server.wait_ready()
+        victim, survivor = api_servers(server)
+        with closing(connection_to(server, victim)) as lost, closing(connection_to(server, survivor)) as kept:
+
+            def cut_off() -> None:
+                body = {"prompt": [40] * 200, "use_beam_search": True, "n": 4, "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+                with pytest.raises(httpx.TransportError):
+                    lost.post("/v1/completions", json=body)
+
+            thread = threading.Thread(target=cut_off)
+            thread.start()
+            assert wait_until(lambda: kept.get("/stats").json()["engine"]["kv_blocks_used"] > 10)
+            time.sleep(0.2)  # some turns, with beams that are held
+            os.kill(victim, signal.SIGKILL)
+            thread.join(20)
+
+            def used() -> int:
+                kept.post("/v1/completions", json={"prompt": [50], "max_tokens": 1})  # a step, and with it fresh counters
+                return int(kept.get("/stats").json()["engine"]["kv_blocks_used"])
+
+            assert wait_until(lambda: used() <= 1), used()
+
+
 def test_one_that_hangs_does_not_hold_up_the_metrics_of_all(fresh: ServerProcess) -> None:
     victim, survivor = api_servers(fresh)
     with closing(connection_to(fresh, victim)) as one, closing(connection_to(fresh, survivor)) as other:

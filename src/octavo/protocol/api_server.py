@@ -49,7 +49,7 @@ class CallFailed(msgspec.Struct, tag="call_failed"):
 
 
 class Question(msgspec.Struct, tag="question"):
-    """Asked by one API server (`own` is its own answer), put to all others."""
+    """Asked by one API server, put to all others. With `own`, its own answer, the last answer of each is kept for when it has ended."""
 
     call_id: int
     topic: str

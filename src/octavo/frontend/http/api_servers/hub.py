@@ -73,6 +73,8 @@ class _Member:
     serving: bool = False
     requests: dict[str, _Relay] = field(default_factory=dict)
     """Live ones, by its own id."""
+    held: set[str] = field(default_factory=set)
+    """Ids in the engine whose blocks are kept for it (beam search)."""
     deltas: list[TokenDelta] = field(default_factory=list)
     last_answers: dict[str, bytes] = field(default_factory=dict)
     reader: asyncio.Task[None] | None = None
@@ -121,6 +123,8 @@ class _Poll:
     """A question on its round: whose answers are missing."""
 
     topic: str
+    kept: bool
+    """Answers outlast those who give them."""
     waiting: set[int]
     answers: dict[int, bytes]
     done: asyncio.Event
@@ -283,8 +287,10 @@ class ApiServerHub:
         self._board.clear(member.number)
         for relay in list(member.requests.values()):
             self._client.abort(relay.engine_id)
+        self._client.release(list(member.held))
         live = len(member.requests)
         member.requests.clear()
+        member.held.clear()
         member.deltas.clear()
         for topic, answer in member.last_answers.items():
             self._gone.setdefault(topic, []).append(answer)
@@ -337,14 +343,17 @@ class ApiServerHub:
             for request_id in message.request_ids:
                 self._abort(member, request_id, message.index)
         elif isinstance(message, ReleaseHeld):
-            self._client.release([member.tag + request_id for request_id in message.request_ids])
+            ids = [member.tag + request_id for request_id in message.request_ids]
+            member.held.difference_update(ids)
+            self._client.release(ids)
         elif isinstance(message, Vocabulary):
             self._vocabulary = message
         elif isinstance(message, Question):
             self._spawn_task(self._poll(member, message))
         elif isinstance(message, Answer):
             if (poll := self._polls.get(message.call_id)) is not None:
-                member.last_answers[poll.topic] = message.body
+                if poll.kept:
+                    member.last_answers[poll.topic] = message.body
                 self._answered(poll, member.number, message.body)
         elif isinstance(message, Ping | ResetPrefixCache):
             self._spawn_task(self._call(member, message))
@@ -364,6 +373,8 @@ class ApiServerHub:
             relay.on_error(error)
         else:
             member.requests[relay.id] = relay
+            if request.hold:
+                member.held.add(request.request_id)
 
     def _abort(self, member: _Member, request_id: str, index: int | None) -> None:
         relay = member.requests.get(request_id)
@@ -398,7 +409,7 @@ class ApiServerHub:
         others = [one for one in self._members if one is not member and one.process is not None]
         self._next_poll += 1
         poll_id = self._next_poll
-        poll = self._polls[poll_id] = _Poll(topic, {one.number for one in others if one.serving}, {}, asyncio.Event())
+        poll = self._polls[poll_id] = _Poll(topic, bool(question.own), {one.number for one in others if one.serving}, {}, asyncio.Event())
         try:
             for one in others:
                 if one.serving:
