@@ -289,6 +289,20 @@ def test_one_that_hangs_does_not_hold_up_the_metrics_of_all(fresh: ServerProcess
         assert count() == before + 1
 
 
+def test_one_that_hangs_for_long_is_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    config = scripted_engine(checkpoint, tmp_path, SCRIPT, engine_hang_timeout=2.0)
+    with server_process(tmp_path, config, api_server_count=2) as server:
+        server.wait_ready()
+        victim, survivor = api_servers(server)
+        with closing(connection_to(server, survivor)) as kept:
+            time.sleep(2.5)
+            assert api_servers(server) == [victim, survivor], "silence is no hang: they are asked"
+            os.kill(victim, signal.SIGSTOP)
+            assert wait_until(lambda: gone(victim) and len(api_servers(server)) == 2, 15)
+            assert kept.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
+        assert "it is killed" in server.log
+
+
 def test_a_background_response_whose_server_dies_has_failed(checkpoint: Path, tmp_path: Path) -> None:
     config = scripted_engine(checkpoint, tmp_path, {"default": [40] * 4000, "step_delay_ms": 20})
     with server_process(tmp_path, config, api_server_count=2) as server:

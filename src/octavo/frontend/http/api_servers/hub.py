@@ -60,6 +60,10 @@ ANSWER_TIMEOUT = 1.0
 DEATHS, DEATHS_WINDOW = 10, 60.0
 """So many API servers that end within so many seconds are no accident: the whole server ends."""
 LONGEST_BACKOFF = 5.0
+HEARTBEAT = 0.5
+"""How often an API server that says nothing is asked whether it lives."""
+ALIVE = "alive"
+"""Topic of that question."""
 
 
 @dataclass
@@ -80,6 +84,10 @@ class _Member:
     reader: asyncio.Task[None] | None = None
     told: EngineNews | None = None
     """The last news it had."""
+    silent: float = 0.0
+    """Seconds since it said anything, as far as we were awake to hear it."""
+    asked: float = 0.0
+    """`silent` when it was last asked whether it lives."""
 
     def send(self, message: ToApiServer) -> None:
         if self.process is not None:
@@ -137,9 +145,19 @@ class ApiServerHub:
         listen_fds: one listening socket for each API server.
         shared: file with what all of them must know, pickled.
         responses_path: database of the responses that they keep.
+        hang_timeout: seconds of silence after which an API server is taken for hung, and killed.
     """
 
-    def __init__(self, client: ProcessClient, board: LoadBoard, listen_fds: Sequence[int], shared: str, responses_path: str) -> None:
+    def __init__(
+        self,
+        client: ProcessClient,
+        board: LoadBoard,
+        listen_fds: Sequence[int],
+        shared: str,
+        responses_path: str,
+        hang_timeout: float,
+    ) -> None:
+        self._hang_timeout = hang_timeout
         self._client = client
         self._board = board
         self._listen_fds = listen_fds
@@ -187,6 +205,7 @@ class ApiServerHub:
         self._incarnations += 1
         member.tag = f"{number}.{self._incarnations}:"
         member.serving, member.told = False, None
+        member.silent = member.asked = 0.0
         member.process = ChildProcess(
             "octavo.frontend.http.api_servers.process", boot, FromApiServer, pass_fds=(self._listen_fds[number], self._board.fd)
         )
@@ -268,13 +287,28 @@ class ApiServerHub:
     # ---- watching
 
     async def _watch(self) -> None:
+        then = time.monotonic()
         while True:
+            now = time.monotonic()
+            awake, then = min(now - then, 2 * HEARTBEAT), now
             for member in self._members:
                 if member.process is not None and member.process.exit_code() is not None:
                     await self._bury(member)
+                elif member.process is not None and member.serving:
+                    self._listen_for(member, member.process, awake)
             if self._engine_ready:
                 self._tell_news()
             await asyncio.sleep(WATCH_INTERVAL)
+
+    def _listen_for(self, member: _Member, process: ChildProcess[ToApiServer, FromApiServer], awake: float) -> None:
+        """Nobody else can see that one of several hangs: a health check would be answered by another."""
+        member.silent += awake
+        if member.silent > self._hang_timeout:
+            logger.error("API server %d has said nothing for %.0f s; it is killed.", member.number, member.silent)
+            process.kill()
+        elif member.silent - member.asked >= HEARTBEAT:
+            member.asked = member.silent
+            member.send(Question(0, ALIVE))
 
     async def _bury(self, member: _Member) -> None:
         process = member.process
@@ -330,6 +364,7 @@ class ApiServerHub:
         assert process is not None
         while True:
             message = await process.receive()
+            member.silent = member.asked = 0.0
             try:
                 self._on_message(member, message)
             except Exception:

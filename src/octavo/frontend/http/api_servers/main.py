@@ -140,7 +140,14 @@ def main_process(
         board = LoadBoard.create(len(sockets))
         stack.callback(board.close)
         client = ProcessClient(launch.config)
-        hub = ApiServerHub(client, board, [sock.fileno() for sock in sockets], str(shared), str(folder / "responses.db"))
+        hub = ApiServerHub(
+            client,
+            board,
+            [sock.fileno() for sock in sockets],
+            str(shared),
+            str(folder / "responses.db"),
+            launch.config.reliability.hang_timeout,
+        )
         try:
             client.spawn()
             hub.spawn()
