@@ -57,11 +57,19 @@ def fresh(checkpoint: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def api_servers(server: ServerProcess) -> list[int]:
-    return [pid for pid in server.children() if "api_servers" in " ".join(psutil.Process(pid).cmdline())]
+    return [pid for pid in server.children() if "api_servers" in command_of(pid)]
+
+
+def command_of(pid: int) -> str:
+    """Empty for a process that has ended since it was seen."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
 
 
 def engine(server: ServerProcess) -> int:
-    (pid,) = [pid for pid in server.children() if "octavo.engine" in " ".join(psutil.Process(pid).cmdline())]
+    (pid,) = [pid for pid in server.children() if "octavo.engine" in command_of(pid)]
     return pid
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+import octavo
 from octavo.frontend.http.api_servers.load_board import LoadBoard
 
 OTHER = """
@@ -21,7 +24,8 @@ def test_sums_over_processes() -> None:
     board.set(0, 0, 5)
     board.set(0, 1, 1)
     board.set(1, 1, 2)
-    subprocess.run([sys.executable, "-c", OTHER, str(board.fd)], pass_fds=[board.fd], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(octavo.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", OTHER, str(board.fd)], pass_fds=[board.fd], env=environment, check=True)
     assert board.total(0) == 5
     assert board.total(1) == 46
     board.clear(2)

@@ -61,6 +61,9 @@ def _item(item: Any, where: str) -> Item:
                 output = _parts(output, f"{where}.output", "input_text")
             return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": item["call_id"], "output": output}
         case "reasoning":
+            for name in ("summary", "content"):
+                if not isinstance(item.get(name, []), list | None):
+                    raise InvalidRequest(f"{where}.{name} must be a list of parts, got {short_repr(item[name])}.", param="input")
             kept = {name: [p for p in item.get(name) or () if _is_text(p)] for name in ("summary", "content")}
             return {"id": _id(item, "rs"), "type": "reasoning", **kept}
         case "item_reference":
