@@ -5,9 +5,11 @@ measured is everything between the engine's message and the client's socket: det
 the time at which the engine gave it; the client, in a process of its own, subtracts that from the time at which it read the chunk
 (one clock, CLOCK_MONOTONIC).
 
-    python -m benchmarks.http_stream [--streams 32] [--rate 2000] [--seconds 10] [--unpaced]
+    python -m benchmarks.http_stream [--streams 32] [--rate 2000] [--seconds 10] [--unpaced] [--runs 1] [--label NAME]
 
-Writes benchmarks/results/http_stream.json.
+Every run is added to benchmarks/results/http_stream.json, with the load of the machine before it: server and client are two processes
+that both want a core, so a run on a machine that does other things measures that. The server's CPU time a chunk says how much of a core
+it needs, whoever else is there.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import re
 import statistics
 import tempfile
@@ -133,16 +136,29 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2000, help="chunks a second that the engine offers, all streams together")
     parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--label", default="", help="what is being compared, for the results")
     parser.add_argument("--unpaced", action="store_true", help="no pause between steps: how many chunks a second there can be")
     options = parser.parse_args()
+    for _ in range(options.runs):
+        result = measure(options.streams, 0.0 if options.unpaced else options.rate, options.seconds)
+        print("  ".join(f"{name}={value}" for name, value in result.items()))
+        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"runs": []}
+        kept["runs"].append({"label": options.label} | result)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def measure(streams: int, rate: float, seconds: float) -> dict[str, Any]:
+    """One run with a server of its own. rate 0: unpaced."""
+    load = os.getloadavg()[0]
     here, there = multiprocessing.Pipe()
-    rate = 0.0 if options.unpaced else options.rate
-    process = multiprocessing.get_context("spawn").Process(target=server_main, args=(there, options.streams, rate), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=server_main, args=(there, streams, rate), daemon=True)
     process.start()
     port = here.recv()
-    began = time.monotonic()
-    read = asyncio.run(client_main(port, options.streams, options.seconds))
-    elapsed = time.monotonic() - began
+    began, client_cpu = time.monotonic(), time.process_time()
+    read = asyncio.run(client_main(port, streams, seconds))
+    elapsed, client_cpu = time.monotonic() - began, time.process_time() - client_cpu
     here.send("stop")
     cpu, sent = here.recv()
     process.join(10)
@@ -156,19 +172,16 @@ def main() -> None:
                 added.append((got - oldest) * 1e3)
     added.sort()
     chunks = sum(len(pieces) for pieces in read.values())
-    result = {
-        "streams": options.streams,
+    return {
+        "streams": streams,
         "offered_per_s": rate or None,
         "chunks_per_s": round(chunks / elapsed),
         "added_ms_p50": round(statistics.median(added), 2),
         "added_ms_p99": round(added[int(len(added) * 0.99)], 2),
         "server_cpu_us_per_chunk": round(cpu / chunks * 1e6, 1),
+        "client_cpu_us_per_chunk": round(client_cpu / chunks * 1e6, 1),
+        "load_before": round(load, 2),
     }
-    print("  ".join(f"{name}={value}" for name, value in result.items()))
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept["unpaced" if options.unpaced else f"paced {options.streams}"] = result
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 if __name__ == "__main__":

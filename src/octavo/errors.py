@@ -53,3 +53,9 @@ class EngineDead(OctavoError):
 
 class RequestFailed(OctavoError):
     """One request failed inside the engine (HTTP 500); every other request went on."""
+
+
+def error_of(kind: str, message: str) -> OctavoError | None:
+    """The error that another process raised, by the name of its class; None when that is not one of ours."""
+    cls = globals().get(kind)
+    return cls(message) if isinstance(cls, type) and issubclass(cls, OctavoError) else None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from tests.support.http_server import parse_events, wait_until
@@ -67,3 +72,27 @@ def test_everything_is_given_back(server: ServerProcess) -> None:
     server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert wait_until(lambda: server.metric("octavo:kv_blocks_used") == 0)
     assert server.metric("octavo:kv_waste_ratio") == 0
+
+
+def test_a_grammar_survives_the_engine_behind_two_api_servers(tmp_path: Path) -> None:
+    """The tokens' texts reach every new engine, whichever API server had sent them first."""
+    properties = {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    body = {"messages": [{"role": "user", "content": "Invent a person."}], "max_tokens": 100, "temperature": 0, "response_format": form}
+    engine = {"model": str(MODEL), "device": "cpu", "max_model_len": 1024}
+    with server_process(tmp_path, engine, api_server_count=2) as server:
+        server.wait_ready(120)
+
+        def ask() -> str:
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+            return str(reply.json()["choices"][0]["message"]["content"])
+
+        expected = ask()
+        assert json.loads(expected).keys() == properties.keys()
+        (pid,) = [pid for pid in server.children() if "octavo.engine" in " ".join(psutil.Process(pid).cmdline())]
+        with ThreadPoolExecutor(6) as pool:
+            answers = [pool.submit(ask) for _ in range(6)]
+            assert wait_until(lambda: server.http.get("/load").json()["running"] >= 1)
+            os.kill(pid, signal.SIGKILL)
+            assert [answer.result(120) for answer in answers] == [expected] * 6

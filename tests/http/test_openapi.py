@@ -31,6 +31,8 @@ def test_the_document_names_every_route(server: RunningServer) -> None:
         "/v1/completions",
         "/v1/responses",
         "/v1/messages",
+        "/v1/conversations",
+        "/v1/conversations/{conversation_id}/items",
         "/v1/files",
         "/v1/batches",
         "/abort",

@@ -300,3 +300,10 @@ def test_keys_see_their_own_responses_only(checkpoint: Any) -> None:
         assert server.http.delete(f"{PATH}/{response['id']}", headers=two).status_code == 404
         assert server.post(PATH, {"input": "x", "previous_response_id": response["id"]}, headers=two).status_code == 400
         assert server.http.get(f"{PATH}/{response['id']}", headers=one).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["summary", "content"])
+def test_a_reasoning_item_of_no_known_form_is_refused(server: RunningServer, field: str) -> None:
+    reply = server.post("/v1/responses", {"input": [{"type": "reasoning", field: 1}]})
+    assert reply.status_code == 400, reply.text
+    assert f"input[0].{field}" in reply.json()["error"]["message"]

@@ -76,9 +76,9 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         lists="allowed-media-domains",
     ),
     *_ignored(
-        "one API process is enough; the engine runs in a process of its own",
+        "the engine runs in one process of its own",
         switches="disable-frontend-multiprocessing headless tokens-only worker-use-ray engine-use-ray ray-workers-use-nsight",
-        values="api-server-count data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-rank "
+        values="data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-rank "
         "data-parallel-size-local data-parallel-start-rank master-addr master-port node-rank",
     ),
     *_ignored(

@@ -48,6 +48,8 @@ class Batch:
         """Columns of `stop_ids` that any request has used so far."""
         self.fresh: Bool = np.zeros(max_seqs, np.bool_)
         """Has not delivered a token yet."""
+        self.reports: Bool = np.zeros(max_seqs, np.bool_)
+        """Wants to know how far its prompt is, and has not delivered a token yet."""
         self.synchronous: Bool = np.zeros(max_seqs, np.bool_)
         self.in_flight: Int32 = np.zeros(max_seqs, np.int32)
         """Steps launched and not settled that contain the slot."""
@@ -102,6 +104,7 @@ class Batch:
             self.stop_ids[slot, : len(stops)] = stops
             self.stop_width = max(self.stop_width, len(stops))
         self.fresh[slot] = not request.delivered
+        self.reports[slot] = request.reports and not request.delivered
         self.synchronous[slot] = request.synchronous
         self.in_flight[slot] = 0
         self.last_step[slot] = NO_STEP

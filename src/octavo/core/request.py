@@ -91,6 +91,10 @@ class Request:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     preemptions: int = 0
+    reports: bool = False
+    """Wants to know how far its prompt is."""
+    reported: int = 0
+    """Prompt tokens that it knows to be computed."""
 
     @property
     def num_outputs(self) -> int:
@@ -148,6 +152,7 @@ def expand(new: NewRequest, max_total: int, first_order: int) -> list[Request]:
             parent_id=new.parent_id,
             hold=new.hold,
             synchronous=sampling.constraint is not None,
+            reports=new.report_progress and i == 0 and not new.output_token_ids,
         )
         for i in range(sampling.n)
     ]

@@ -34,7 +34,11 @@ from octavo.protocol.step import Int32, SlotInit, StepPlan, TokenMasks
 logger = logging.getLogger(__name__)
 
 CHUNK_FLOOR = 32
-"""Prompt tokens a step computes however long its decodes take."""
+"""Prompt tokens a step computes however long its decodes take..."""
+FLOOR_SHARE = 0.25
+"""... unless they are so far down a long prompt that they would take more than this share of the target,"""
+CHUNK_LEAST = 8
+"""and then still so many."""
 PROMPT_STEP_FACTOR = 4.0
 """A step of prompts alone may last this many times the target: nobody's stream waits for it, but newcomers and aborts do."""
 MOST_EVICTIONS = 3
@@ -54,12 +58,15 @@ class PromptBudget:
     model: StepTimeModel
     whole: int
     """`tokens` before anything was spent."""
+    floor_seconds: float = 0.0
+    """What the floor may take, beyond `CHUNK_LEAST` tokens."""
 
     def room(self, start: int, wanted: int) -> int:
         """Tokens of a chunk after `start` others, at most `wanted`."""
         count = min(wanted, self.tokens)
-        if self.seconds is not None and count > self.floor:
-            count = max(self.floor, min(count, self.model.largest_chunk(start, self.seconds)))
+        if self.seconds is not None:
+            floor = min(self.floor, max(CHUNK_LEAST, self.model.largest_chunk(start, self.floor_seconds)))
+            count = min(count, max(floor, self.model.largest_chunk(start, self.seconds)))
         return count
 
     def spend(self, start: int, count: int) -> None:
@@ -200,7 +207,7 @@ class Scheduler:
             seconds = PROMPT_STEP_FACTOR * target / 1000.0 - self.step_time.predict(0, 0.0)
             most = self.step_time.most_tokens()
         tokens = min(tokens, max(most, CHUNK_FLOOR))
-        return PromptBudget(tokens, seconds, CHUNK_FLOOR, self.step_time, tokens)
+        return PromptBudget(tokens, seconds, CHUNK_FLOOR, self.step_time, tokens, FLOOR_SHARE * target / 1000.0)
 
     def _computing(self, rest: Int32) -> list[Request]:
         """Admitted requests whose prompt is not computed yet: the oldest, then the others, shortest rest first."""

@@ -16,7 +16,7 @@ from octavo.core.kv.manager import KVManager
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy
 from octavo.core.request import Request, without_prompt_logprobs
-from octavo.protocol.engine import FinishReason, LogprobRow, TokenDelta
+from octavo.protocol.engine import FinishReason, LogprobRow, PromptProgress, TokenDelta
 from octavo.protocol.step import Bool, Int32, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,26 @@ class Settler:
             if request is not None and batch.live[slot] and request.wants_prompt_logprobs:
                 request.prompt_rows.extend(scored)
         answered, tokens = self._tokens(result, slots[plan.sample])
+        reports = self._report_prompts(slots, now) if batch.reports[slots].any() else []
         deltas = self._deliver(answered, tokens, result.logprobs, now) if len(answered) else []
+        deltas = [*reports, *deltas] if reports else deltas
         if self.kv.prefix_caching:
             self._publish(plan, slots)
+        return deltas
+
+    def _report_prompts(self, slots: Slots, now: float) -> list[TokenDelta]:
+        """How far the prompts are whose requests want to know: news only, whatever a preemption has undone."""
+        batch, deltas = self.batch, []
+        for slot in slots[batch.reports[slots] & batch.live[slots]].tolist():
+            request = batch.occupant(slot)
+            processed = min(int(batch.settled[slot]), request.num_prompt)
+            if processed > request.reported:
+                request.reported = processed
+                milliseconds = round((now - request.scheduled_time) * 1e3, 3)
+                progress = PromptProgress(request.num_prompt, max(0, request.cached), processed, milliseconds)
+                deltas.append(TokenDelta(request.id, request.index, [], prompt_progress=progress))
+            if processed == request.num_prompt:
+                batch.reports[slot] = False
         return deltas
 
     def fail_step(self, plan: StepPlan, message: str) -> None:

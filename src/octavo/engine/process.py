@@ -8,7 +8,6 @@ send the live requests again. The loop blocks only when the core has nothing to 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
@@ -16,7 +15,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -27,7 +25,7 @@ import zmq
 
 from octavo.config.types import EngineConfig
 from octavo.errors import OctavoError
-from octavo.protocol.boot import EngineBoot
+from octavo.protocol.boot import EngineBoot, die_with_parent
 from octavo.protocol.engine import (
     AbortRequests,
     EngineFailed,
@@ -58,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[Core, EngineReady]"]
 
-PR_SET_PDEATHSIG = 1
 LINGER_MS = 2000
 """How long the last messages may take to leave when the process ends."""
 
@@ -79,7 +76,7 @@ class Mailbox:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
         self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
-        self._inbox.connect(boot.inbox)
+        self._inbox.bind(boot.inbox)
         self._outbox.connect(boot.outbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -154,23 +151,6 @@ def _handle(engine: Core, mailbox: Mailbox, message: ToEngine) -> None:
         mailbox.send(Pong(message.call_id, engine.stats()))
 
 
-def _die_with_parent(with_thread: bool) -> None:
-    """No orphan, ever: a closed pipe ends us; and so does the kernel, even when native code holds the interpreter.
-
-    The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main thread.
-    """
-    if with_thread and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(1)  # not sys.exit: whatever the main thread is doing, nobody waits for it any more
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def _on_sigterm(signum: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _Terminated
@@ -193,7 +173,7 @@ def main() -> int:
     """Exit code 0 after `Shutdown` or SIGTERM, 1 after a failure that has been reported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     boot: EngineBoot = pickle.load(sys.stdin.buffer)
-    _die_with_parent(boot.from_main_thread)
+    die_with_parent(boot.from_main_thread)
     logging.basicConfig(level=boot.log_level, format="%(levelname)s engine: %(message)s")
     mailbox = Mailbox(boot)
     engine: Core | None = None

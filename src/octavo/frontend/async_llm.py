@@ -19,11 +19,11 @@ from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, RequestFailed
 from octavo.frontend.beam import BeamSearch, Collector, beam_request_output
-from octavo.frontend.client import Progress
+from octavo.frontend.client import Progress, RemoteClient, State
 from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
 from octavo.frontend.pooling import PoolingProcessor, PoolingState, PreparedPooling
-from octavo.frontend.process_client import ProcessClient, State
+from octavo.frontend.process_client import ProcessClient
 from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt, parse_prompt
 from octavo.frontend.request_state import RequestState
@@ -126,7 +126,7 @@ class AsyncLLM:
     once; the first use waits for it).
     """
 
-    def __init__(self, launch: Launch, tokenizer: Tokenizer | None, client: ProcessClient) -> None:
+    def __init__(self, launch: Launch, tokenizer: Tokenizer | None, client: RemoteClient) -> None:
         self.args = launch.args
         self.checkpoint: Checkpoint = launch.checkpoint
         self.config: EngineConfig = launch.config
@@ -234,6 +234,7 @@ class AsyncLLM:
         lora_request: Any = None,
         fair_key: str = "",
         arrival_time: float | None = None,
+        report_progress: bool = False,
     ) -> RequestStream:
         """Check a request and queue it. Whatever is wrong with it is raised here, before anything has been streamed.
 
@@ -241,6 +242,7 @@ class AsyncLLM:
             sampling_params: None: the model's defaults.
             request_id: None: a fresh one. An id that is in use is refused.
             arrival_time: time.monotonic() when the request came in; default now.
+            report_progress: outputs say how far the prompt is (`prompt_progress`) while it is computed.
 
         Raises:
             InvalidRequest, NotYet: the request cannot be served as asked.
@@ -268,6 +270,7 @@ class AsyncLLM:
             add_special_tokens=add_special_tokens,
             lora_request=lora_request,
             arrival_time=arrival,
+            report_progress=report_progress,
         )
         self._check_unused(request_id)  # somebody may have taken it while we were away
         news = asyncio.Event()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, OctavoError
@@ -16,6 +16,8 @@ from octavo.protocol.engine import AbortRequests, EngineReady, EngineStats, NewR
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total) while the engine loads."""
+
+State = Literal["starting", "running", "restarting", "dead", "closed"]
 
 
 class Sink(Protocol):
@@ -42,6 +44,44 @@ class EngineClient(Protocol):
 
     def release(self, request_ids: list[str]) -> None:
         """Give up the blocks of held requests."""
+
+
+class RemoteClient(Protocol):
+    """A client of an engine in another process, as `AsyncLLM` uses it: supervised here, or by the process that we belong to."""
+
+    vocabulary: Callable[[], Vocabulary] | None
+
+    async def start(self, progress: Progress | None = None) -> EngineReady: ...
+
+    async def close(self) -> None: ...
+
+    def add(self, request: NewRequest, sink: Sink, *, bounded: bool = True) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def release(self, request_ids: list[str]) -> None: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def ready_report(self) -> EngineReady: ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def engine_pid(self) -> int | None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def last_step_age(self) -> float: ...
+
+    def check_alive(self) -> None: ...
+
+    async def ping(self) -> EngineStats: ...
+
+    async def reset_prefix_cache(self) -> bool: ...
 
 
 class Core(Protocol):

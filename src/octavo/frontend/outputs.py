@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.protocol.engine import RequestTimes
+from octavo.protocol.engine import PromptProgress, RequestTimes
 
 
 @dataclass
@@ -62,6 +62,8 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    prompt_progress: PromptProgress | None = None
+    """How far the prompt is, for a request that asked for it; such an output may have nothing else."""
 
 
 @dataclass

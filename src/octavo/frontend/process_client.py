@@ -17,13 +17,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
 
-from octavo import errors
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, OctavoError, Overloaded, RequestFailed
-from octavo.frontend.client import Progress, Sink
+from octavo.errors import EngineDead, OctavoError, RequestFailed, error_of
+from octavo.frontend.client import Progress, Sink, State
 from octavo.frontend.engine_process import EngineProcess
+from octavo.frontend.queue_bound import QueueBound
 from octavo.frontend.replay import LiveRequest, judge
 from octavo.protocol.boot import DEFAULT_BUILDER
 from octavo.protocol.engine import (
@@ -66,8 +65,6 @@ COUNTERS = (
 )
 """Fields of EngineStats that only grow."""
 
-State = Literal["starting", "running", "restarting", "dead", "closed"]
-
 
 class _Crash(Exception):
     """The engine process is of no use any more. `request_id` if it named a culprit, `kind` the OctavoError behind it."""
@@ -103,7 +100,7 @@ class ProcessClient:
         self._calls: dict[int, asyncio.Future[Pong]] = {}
         self._next_call = 0
         self._crash_times: deque[float] = deque()
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._queue_bound = QueueBound(config.scheduler)
         self._work_since = 0.0
         self._supervisor: asyncio.Task[None] | None = None
         self._progress: Progress | None = None
@@ -137,7 +134,7 @@ class ProcessClient:
             await self._discard_process()
             self._state = "dead"
             self._death = EngineDead(str(e))
-            raise _start_error(e) from None
+            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {e}.") from None
         except BaseException:
             await self.close()
             raise
@@ -189,7 +186,7 @@ class ProcessClient:
         """
         self.check_alive()
         if bounded:
-            self._check_queue()
+            self._queue_bound.check(self.num_sequences)
         if not self._live:
             self._work_since = time.monotonic()
         live = LiveRequest(request, sink)
@@ -213,22 +210,6 @@ class ProcessClient:
         if request_ids and self._process is not None and self._state == "running":
             self._process.send(ReleaseHeld(request_ids))
 
-    def _check_queue(self) -> None:
-        limits = self._config.scheduler
-        waiting = self.num_sequences - limits.max_num_seqs
-        if waiting >= limits.max_waiting:
-            raise Overloaded(
-                f"The server is full: {waiting} requests wait for one of {limits.max_num_seqs} places. Try again later.",
-                retry_after=self._expected_wait(waiting),
-            )
-
-    def _expected_wait(self, waiting: int) -> float:
-        """Seconds until about a tenth of the queue has gone, from how fast requests have been ending."""
-        if len(self._finish_times) < 2:
-            return 1.0
-        rate = len(self._finish_times) / max(1e-3, time.monotonic() - self._finish_times[0])
-        return min(60.0, max(1.0, waiting / 10 / rate))
-
     def _send(self, live: LiveRequest) -> None:
         assert self._process is not None
         live.in_flight = True
@@ -243,7 +224,7 @@ class ProcessClient:
     def _forget_if_ended(self, live: LiveRequest) -> None:
         if live.ended:
             self._live.pop(live.request.request_id, None)
-            self._finish_times.append(time.monotonic())
+            self._queue_bound.finished()
         self._advance_probation()
 
     def _advance_probation(self) -> None:
@@ -280,6 +261,11 @@ class ProcessClient:
     def num_sequences(self) -> int:
         """Live sequences, siblings counted."""
         return sum(len(live.outputs) for live in self._live.values())
+
+    @property
+    def death(self) -> EngineDead | None:
+        """Why there is no engine and there will be none."""
+        return self._death
 
     @property
     def num_requests(self) -> int:
@@ -520,11 +506,3 @@ class ProcessClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
-
-
-def _start_error(crash: _Crash) -> OctavoError:
-    """The error a user should see, of the class it had in the engine process."""
-    cls = getattr(errors, crash.kind, None) if crash.kind else None
-    if isinstance(cls, type) and issubclass(cls, OctavoError):
-        return cls(str(crash))
-    return EngineDead(f"The engine could not start: {crash}.")

@@ -88,6 +88,7 @@ class InputProcessor:
         add_special_tokens: bool = True,
         lora_request: Any = None,
         arrival_time: float | None = None,
+        report_progress: bool = False,
     ) -> Prepared:
         """Check and resolve one request. `params` is not changed.
 
@@ -121,6 +122,7 @@ class InputProcessor:
             priority=priority,
             fair_key=fair_key,
             extra_key=salt,
+            report_progress=report_progress,
         )
         return Prepared(request_id, request, parsed.text)
 

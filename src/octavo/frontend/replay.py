@@ -50,7 +50,7 @@ class LiveRequest:
             return False
         output += delta.token_ids
         self.progress += len(delta.token_ids)
-        if delta.index == 0:
+        if delta.index == 0 and delta.prompt_progress is None:
             self.first_index_scored = True
         if delta.finish_reason is not None:
             del self.outputs[delta.index]

@@ -20,7 +20,7 @@ from octavo.frontend.processor import Prepared
 from octavo.frontend.text.detokenizer import IncrementalDetokenizer
 from octavo.frontend.text.logprobs import token_label
 from octavo.frontend.text.stops import StopStrings
-from octavo.protocol.engine import FinishReason, LogprobRow, RequestTimes, TokenDelta
+from octavo.protocol.engine import FinishReason, LogprobRow, PromptProgress, RequestTimes, TokenDelta
 from octavo.protocol.params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ class RequestState:
         self._on_finish = on_finish
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._prompt_given = False
+        self._progress: PromptProgress | None = None
+        """The last that was not handed out yet."""
         self._running = len(self.sequences)
         self._end_given = False
         self._token_gaps: list[float] = []
@@ -200,6 +202,12 @@ class RequestState:
     def on_delta(self, delta: TokenDelta) -> None:
         sequence = self.sequences[delta.index]
         if sequence.finished:
+            return
+        if delta.prompt_progress is not None:
+            self._progress = delta.prompt_progress
+            if self.num_cached_tokens is None:
+                self.num_cached_tokens = delta.prompt_progress.cache
+            self._wake()
             return
         if delta.num_cached_tokens >= 0 and self.num_cached_tokens is None:
             self.num_cached_tokens = delta.num_cached_tokens
@@ -260,7 +268,8 @@ class RequestState:
             outputs = [s.output(delta=False) for s in self.sequences]
         else:
             outputs = []
-        if not outputs and not self.finished:
+        progress, self._progress = self._progress, None
+        if not outputs and progress is None and not self.finished:
             return None
         self._end_given = self.finished
         # In a stream of deltas the prompt's logprobs come once, with the first.
@@ -275,6 +284,7 @@ class RequestState:
             finished=self.finished,
             metrics=self.times if self.finished else None,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_progress=progress,
         )
 
     # ---- bookkeeping

@@ -23,6 +23,16 @@ class Histogram:
         self._sum += value * times
 
     @property
+    def counts(self) -> tuple[list[int], float]:
+        """Observations in each bucket, and their sum."""
+        return list(self._counts), self._sum
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Count in the `counts` of another histogram with these bounds."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
+    @property
     def count(self) -> int:
         return sum(self._counts)
 

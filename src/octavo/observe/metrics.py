@@ -1,15 +1,17 @@
 """Prometheus metrics of one server. Owns every counter that the frontend keeps; engine totals are read at scrape time.
 
 Names and labels are those that existing dashboards of vLLM read, old spellings included. There is no global registry: each
-`Metrics` is a collector in a registry of its own.
+`Metrics` is a collector in a registry of its own. Of several API servers each counts for itself; who is asked adds the others'
+`snapshot`s to its own counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import generate_latest
@@ -67,6 +69,98 @@ class Finished(Protocol):
     def token_gaps(self) -> tuple[float, ...]: ...
 
 
+class HttpCounts(msgspec.Struct):
+    """Rows of (labels, values)."""
+
+    requests: list[tuple[tuple[str, str, str], int]]
+    seconds: list[tuple[tuple[str, str], tuple[list[int], float]]]
+    request_bytes: list[tuple[str, tuple[int, int]]]
+    response_bytes: list[tuple[str, tuple[int, int]]]
+
+
+class Snapshot(msgspec.Struct):
+    """What one API server has counted."""
+
+    histograms: dict[str, tuple[list[int], float]]
+    success: dict[str, int]
+    rejected: int
+    http: HttpCounts
+    process: dict[str, float]
+    """Figures of the process itself; those that end in `_total` outlast it."""
+
+
+_ALIASES = {"time_per_output_token_seconds": "inter_token_latency_seconds"}
+"""Histograms under a second name."""
+
+
+class FrontCounts:
+    """What a frontend counts, or several of them together."""
+
+    def __init__(self, max_model_len: int) -> None:
+        tokens = one_two_five(max_model_len)
+        bounds: dict[str, tuple[float, ...] | list[float]] = {
+            "iteration_tokens_total": TOKENS_STEP,
+            "request_prompt_tokens": tokens,
+            "request_generation_tokens": tokens,
+            "request_max_num_generation_tokens": tokens,
+            "request_params_n": (1, 2, 5, 10, 20),
+            "request_params_max_tokens": tokens,
+            "time_to_first_token_seconds": SECONDS_TTFT,
+            "inter_token_latency_seconds": SECONDS_ITL,
+        }
+        self.histograms = {name: Histogram(bounds.get(name, SECONDS_REQUEST)) for name in HISTOGRAMS if name not in _ALIASES}
+        self.success: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
+        self.rejected = 0
+        self.http = HttpMetrics()
+        self.process: Counter[str] = Counter()
+
+    def snapshot(self) -> Snapshot:
+        counted = {name: histogram.counts for name, histogram in self.histograms.items()}
+        return Snapshot(counted, dict(self.success), self.rejected, self.http.counts, process_figures())
+
+    def add(self, other: Snapshot, *, alive: bool = True) -> None:
+        """Count in another API server's counts; of one that has ended, only what it did."""
+        for name, (counts, total) in other.histograms.items():
+            self.histograms[name].add(counts, total)
+        self.success.update(other.success)
+        self.rejected += other.rejected
+        self.http.add(other.http)
+        self.process.update({name: value for name, value in other.process.items() if alive or name.endswith("_total")})
+
+    def collect(self, labels: tuple[str, str]) -> Iterator[Metric]:
+        success = CounterMetricFamily("vllm:request_success", "Finished sequences.", labels=(*LABELS, "finished_reason"))
+        for reason, count in self.success.items():
+            success.add_metric((*labels, reason), count)
+        yield success
+        for name, help_text in HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+            self.histograms[_ALIASES.get(name, name)].add_to(family, labels)
+            yield family
+        yield from self.http.collect()
+
+    def collect_process(self) -> Iterator[Metric]:
+        for name, value in self.process.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(name.removesuffix("_total"), "Over all API servers.", value=value)
+
+
+def process_figures() -> dict[str, float]:
+    """CPU seconds, memory and open files of this process."""
+    registry = CollectorRegistry(auto_describe=False)
+    found = {sample.name: sample.value for family in ProcessCollector(registry=registry).collect() for sample in family.samples}
+    return {name: value for name, value in found.items() if name not in ("process_start_time_seconds", "process_max_fds")}
+
+
+class _Total(Collector):
+    """The counts of all API servers together, and the engine's."""
+
+    def __init__(self, engine: Iterator[Metric], counts: FrontCounts, labels: tuple[str, str]) -> None:
+        self._metrics = [*engine, *counts.collect(labels), *counts.collect_process()]
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+
 class Metrics(Collector):
     """All metrics of a server. Methods are called from its event loop only."""
 
@@ -82,24 +176,9 @@ class Metrics(Collector):
         self._stats = stats
         self._block_size = block_size
         self._cache_info = dict(cache_info or {})
-        tokens = one_two_five(max_model_len)
-        bounds: dict[str, tuple[float, ...] | list[float]] = {
-            "iteration_tokens_total": TOKENS_STEP,
-            "request_prompt_tokens": tokens,
-            "request_generation_tokens": tokens,
-            "request_max_num_generation_tokens": tokens,
-            "request_params_n": (1, 2, 5, 10, 20),
-            "request_params_max_tokens": tokens,
-            "time_to_first_token_seconds": SECONDS_TTFT,
-            "inter_token_latency_seconds": SECONDS_ITL,
-        }
-        itl = Histogram(SECONDS_ITL)
-        self._histograms = {name: Histogram(bounds.get(name, SECONDS_REQUEST)) for name in HISTOGRAMS}
-        self._histograms["inter_token_latency_seconds"] = self._histograms["time_per_output_token_seconds"] = itl
-        self._success: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
-        self._rejected = 0
+        self._max_model_len = max_model_len
+        self._counts = FrontCounts(max_model_len)
         self._last_step = -1
-        self._http = HttpMetrics()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -112,17 +191,17 @@ class Metrics(Collector):
         """A snapshot of the engine; the same step twice counts once."""
         if stats.step != self._last_step and stats.step_tokens:
             self._last_step = stats.step
-            self._histograms["iteration_tokens_total"].observe(stats.step_tokens)
+            self._counts.histograms["iteration_tokens_total"].observe(stats.step_tokens)
 
     def rejected(self) -> None:
         """A request was refused because the queue is full."""
-        self._rejected += 1
+        self._counts.rejected += 1
 
     def finished(self, done: Finished) -> None:
         """A request has ended, however it did."""
-        h = self._histograms
+        h = self._counts.histograms
         for reason in done.finish_reasons:
-            self._success[reason] += 1
+            self._counts.success[reason] += 1
         h["request_prompt_tokens"].observe(done.num_prompt_tokens)
         # Siblings are reported together: each counts with the mean.
         h["request_generation_tokens"].observe(done.num_output_tokens / done.n, done.n)
@@ -146,27 +225,38 @@ class Metrics(Collector):
 
     @property
     def http(self) -> HttpMetrics:
-        return self._http
+        return self._counts.http
 
     # Reading
 
-    def render(self) -> bytes:
-        """The text that /metrics serves."""
-        return generate_latest(self.registry)
+    def snapshot(self) -> bytes:
+        """What was counted here, for another API server to add to its own counts."""
+        return msgspec.msgpack.encode(self._counts.snapshot())
+
+    def render(self, living: Sequence[bytes] = (), gone: Sequence[bytes] = ()) -> bytes:
+        """The text that /metrics serves.
+
+        Args:
+            living: snapshots of the other API servers.
+            gone: those of API servers that have ended.
+        """
+        if not living and not gone:
+            return generate_latest(self.registry)
+        total = FrontCounts(self._max_model_len)
+        total.add(self._counts.snapshot())
+        for alive, snapshots in ((True, living), (False, gone)):
+            for snapshot in snapshots:
+                total.add(msgspec.msgpack.decode(snapshot, type=Snapshot), alive=alive)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Total(self._engine_metrics(self._stats(), total.rejected), total, self._labels))
+        PlatformCollector(registry=registry)
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._engine_metrics(self._stats())
-        success = CounterMetricFamily("vllm:request_success", "Finished sequences.", labels=(*LABELS, "finished_reason"))
-        for reason, count in self._success.items():
-            success.add_metric((*self._labels, reason), count)
-        yield success
-        for name, help_text in HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
-            self._histograms[name].add_to(family, self._labels)
-            yield family
-        yield from self._http.collect()
+        yield from self._engine_metrics(self._stats(), self._counts.rejected)
+        yield from self._counts.collect(self._labels)
 
-    def _engine_metrics(self, s: EngineStats) -> Iterator[Metric]:
+    def _engine_metrics(self, s: EngineStats, rejected: int) -> Iterator[Metric]:
         usage = s.kv_blocks_used / s.kv_blocks_total if s.kv_blocks_total else 0.0
         room = s.kv_blocks_used * self._block_size
         waste = 1.0 - s.kv_tokens_live / room if room else 0.0
@@ -192,7 +282,7 @@ class Metrics(Collector):
             ("vllm:num_preemptions", "Preempted sequences.", s.preemptions),
             ("vllm:prompt_tokens", "Prompt tokens processed.", s.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", s.generation_tokens),
-            ("vllm:admission_rejections", "Requests refused because the queue was full.", s.rejected + self._rejected),
+            ("vllm:admission_rejections", "Requests refused because the queue was full.", s.rejected + rejected),
             ("octavo:recomputed_tokens", "Tokens computed again after preemption.", s.recomputed_tokens),
             ("octavo:kv_block_evictions", "Cached KV blocks evicted.", s.evictions),
             ("octavo:kv_copy_on_write", "KV blocks copied on write.", s.cow_copies),
@@ -228,6 +318,21 @@ class HttpMetrics:
         for table, size in ((self._request_bytes, request_bytes), (self._response_bytes, response_bytes)):
             count, total = table.get(handler, (0, 0))
             table[handler] = (count + 1, total + size)
+
+    @property
+    def counts(self) -> HttpCounts:
+        seconds = [(route, histogram.counts) for route, histogram in self._seconds.items()]
+        return HttpCounts(list(self._requests.items()), seconds, list(self._request_bytes.items()), list(self._response_bytes.items()))
+
+    def add(self, other: HttpCounts) -> None:
+        """Count in what another API server has counted."""
+        self._requests.update(dict(other.requests))
+        for route, (counts, total) in other.seconds:
+            self._seconds.setdefault(route, Histogram(SECONDS_HTTP)).add(counts, total)
+        for table, rows in ((self._request_bytes, other.request_bytes), (self._response_bytes, other.response_bytes)):
+            for handler, (count, size) in rows:
+                before = table.get(handler, (0, 0))
+                table[handler] = (before[0] + count, before[1] + size)
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily("http_requests", "HTTP requests.", labels=("handler", "method", "status"))

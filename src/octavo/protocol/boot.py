@@ -1,22 +1,30 @@
 """What a frontend hands the engine process at birth, pickled through its standard input.
 
-The pipe stays open afterwards: when it closes, the parent is gone and the engine ends.
+The pipe stays open afterwards: when it closes, the parent is gone and the child ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
 from dataclasses import dataclass
 
 from octavo.config.types import EngineConfig
 
 DEFAULT_BUILDER = "octavo.engine.build:build_server_engine"
 
+PR_SET_PDEATHSIG = 1
+
 
 @dataclass(frozen=True)
 class EngineBoot:
     config: EngineConfig
     inbox: str
-    """ZMQ address the engine pulls `ToEngine` messages from."""
+    """ZMQ address that the engine binds, to pull `ToEngine` messages from."""
     outbox: str
     """ZMQ address the engine pushes `FromEngine` messages to."""
     log_level: int
@@ -24,3 +32,20 @@ class EngineBoot:
     """The parent's main thread starts the process: it may be killed when that thread ends."""
     builder: str = DEFAULT_BUILDER
     """`module:function` that makes the engine core; tests put a scripted one here."""
+
+
+def die_with_parent(from_main_thread: bool) -> None:
+    """No orphan, ever: a closed pipe ends us; and so does the kernel, even when native code holds the interpreter.
+
+    The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main thread.
+    """
+    if from_main_thread and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(1)  # not sys.exit: whatever the main thread is doing, nobody waits for it any more
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

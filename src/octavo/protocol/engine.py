@@ -57,6 +57,8 @@ class NewRequest(msgspec.Struct, tag="new", array_like=False, omit_defaults=True
     """Keep this request's blocks after it ends, until `ReleaseHeld`, so that children can fork from it (beam search)."""
     pooling: PoolingParams | None = None
     """The prompt is to be pooled, by an engine that does that and nothing else; `sampling` then says nothing."""
+    report_progress: bool = False
+    """Say after every step how much of the prompt has been computed."""
     second_from: int = 0
     """Pooling: first token of the second text of a pair; 0: there is only one text."""
 
@@ -133,6 +135,20 @@ class TokenDelta(msgspec.Struct, array_like=True, gc=False):
     """Set on the first delta, and again, complete, on the last."""
     pooled: Pooled | None = None
     """What a pooling request asked for, on its only delta."""
+    prompt_progress: PromptProgress | None = None
+    """On a delta without tokens, for a request that asked for it."""
+
+
+class PromptProgress(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """How far a prompt is. In tokens."""
+
+    total: int
+    cache: int
+    """Those that the prefix cache had."""
+    processed: int
+    """Computed by now, those of the cache included."""
+    time_ms: float
+    """Since the first of them was scheduled."""
 
 
 class RequestTimes(msgspec.Struct, array_like=True, gc=False):

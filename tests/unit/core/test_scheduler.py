@@ -114,6 +114,22 @@ def test_prompts_progress_however_slow_decoding_is() -> None:
     assert len(worker.plans) - begin == 640 // CHUNK_FLOOR
 
 
+def test_far_down_a_long_prompt_chunks_get_small_rather_than_slow() -> None:
+    worker = big()
+    worker.step_seconds = lambda plan: 1e-3 * plan.num_tokens + 4e-6 * plan_pairs(plan)
+    engine = Engine(worker, budget=1024, target_step_ms=100.0)
+    engine.add("decoding", [5] * 4, ignore_eos=True, max_tokens=300)
+    for _ in range(10):
+        engine.step()
+    engine.add("long", [6] * 1800, max_tokens=1)
+    while ("long", 0) not in engine.seen:
+        engine.step()
+    chunks = [p for p in worker.plans if len(p.slots) == 2 and p.num_tokens > 2]
+    late = chunks[len(chunks) // 2 : -1]
+    assert max(worker.step_seconds(p) for p in late) < 0.12
+    assert min(p.num_tokens for p in late) < CHUNK_FLOOR
+
+
 def test_alone_prompts_may_take_longer() -> None:
     worker = big()
     worker.step_seconds = stepping(1e-3)

@@ -15,11 +15,13 @@ from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
 from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
+from octavo.frontend.http.peers import Alone, Peers
 from octavo.frontend.http.routes import (
     batches,
     chat,
     completions,
     control,
+    conversations,
     development,
     files,
     health,
@@ -38,15 +40,26 @@ if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
 
 
-def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Sequence[str] | None = None) -> FastAPI:
+def build_app(
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    *,
+    served_model_names: Sequence[str] | None = None,
+    peers: Peers | None = None,
+    responses_path: str = ":memory:",
+    number: int = 0,
+) -> FastAPI:
     """The ASGI app over a started engine. Does not start or stop the engine.
 
     Args:
         served_model_names: names that requests may use; the first is echoed. Default: what the user called the model.
+        peers: the other API servers over the same engine, if there are any.
+        responses_path: the database of kept responses, which API servers share.
+        number: which of the API servers this is. The first one runs batches.
     """
     names = tuple(served_model_names or (llm.config.model.name,))
     metrics = _metrics(llm, names[0])
-    context = ServerContext(llm, settings, names, metrics)
+    context = ServerContext(llm, settings, names, metrics, peers or Alone(), responses_path, number)
 
     docs = not settings.disable_fastapi_docs
     app = FastAPI(
@@ -57,8 +70,27 @@ def build_app(llm: AsyncLLM, settings: ServerSettings, *, served_model_names: Se
         openapi_url="/openapi.json" if docs else None,
     )
     app.state.context = context
-    context.batches = BatchService(settings, partial(post_to_app, app), busy=lambda: llm.stats().waiting > 0)
-    for area in (completions, chat, responses, messages, control, files, batches, pooling, models, tokens, health, observe, unsupported):
+    context.batches = BatchService(
+        settings, partial(post_to_app, app), lambda: llm.stats().waiting > 0, others=None if peers is None else context.wake_batches
+    )
+    context.batches.runs = number == 0
+    context.answer_peers()
+    for area in (
+        completions,
+        chat,
+        responses,
+        conversations,
+        messages,
+        control,
+        files,
+        batches,
+        pooling,
+        models,
+        tokens,
+        health,
+        observe,
+        unsupported,
+    ):
         app.include_router(area.router)
     if not settings.disable_dashboard:
         app.include_router(observe.dashboard_router)

@@ -18,6 +18,7 @@ from octavo.frontend.http.replies import (
     ChatLogprobs,
     Delta,
     PromptLogprobs,
+    PromptProgress,
     Usage,
 )
 from octavo.frontend.http.reply_plan import ReplyPlan
@@ -105,6 +106,10 @@ class ChatWriter:
                 begun = True
                 for chunk in self._opening():
                     yield chunk
+            if output.prompt_progress is not None:
+                chunk = self._chunk(ChatChunkChoice(0, Delta()))
+                chunk.prompt_progress = PromptProgress.of(output.prompt_progress)
+                yield chunk
             for choice in self._news(output):
                 left -= choice.finish_reason is not None
                 chunk = self._chunk(choice)

@@ -110,6 +110,7 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         fair_key=fair_key(request, body.user),
+        report_progress=bool(body.return_progress and body.stream),
     )
     if body.use_beam_search:
         room = max(1, ctx.llm.ready_report.max_model_len - len(prompt.token_ids))

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from octavo.frontend.http.generation import Generation, UsageCounter
 from octavo.frontend.http.logprobs import CompletionScores, TokenNames, joined, prompt_logprobs
 from octavo.frontend.http.prompts import EncodedPrompt
-from octavo.frontend.http.replies import Completion, CompletionChoice
+from octavo.frontend.http.replies import Completion, CompletionChoice, PromptProgress
 from octavo.frontend.http.sse import event
 from octavo.frontend.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 
@@ -92,6 +92,10 @@ class CompletionWriter:
         o = self._o
         left = len(self._choices)
         async for number, output in generation.results():
+            if output.prompt_progress is not None:
+                chunk = Completion(o.id, o.created, o.model, [CompletionChoice(number * o.n, "")])
+                chunk.prompt_progress = PromptProgress.of(output.prompt_progress)
+                yield event(chunk)
             for choice in self._choices_of(number, output):
                 left -= choice.finish_reason is not None
                 chunk = Completion(o.id, o.created, o.model, [choice])

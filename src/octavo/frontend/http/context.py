@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -16,11 +17,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from octavo._version import __version__
-from octavo.errors import InvalidRequest, ModelNotFound
+from octavo.errors import EngineDead, InvalidRequest, ModelNotFound
 from octavo.frontend.http.batches.inside import OWNER
 from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.body import read_request
 from octavo.frontend.http.errors import MAX_INPUT_CHARS, short_repr
+from octavo.frontend.http.peers import Alone, Peers
 from octavo.frontend.http.responses.store import ResponseStore
 from octavo.frontend.http.schemas import Schema
 from octavo.frontend.http.settings import ServerSettings
@@ -34,6 +36,8 @@ logger = logging.getLogger("octavo.server")
 
 S = TypeVar("S", bound=Schema)
 
+ABORT, COUNTED, WAKE_BATCHES = "abort", "counted", "wake batches"
+"""Topics of questions to other API servers."""
 FINGERPRINT = f"octavo-{__version__}"
 MAX_ID_CHARS = 256
 MAX_REPORTED_FIELDS = 1000
@@ -48,6 +52,10 @@ class ServerContext:
     model_names: tuple[str, ...]
     """The first is the one in replies."""
     metrics: Metrics
+    peers: Peers = field(default_factory=Alone)
+    responses_path: str = ":memory:"
+    number: int = 0
+    """Which of the API servers this is."""
     started: int = field(default_factory=lambda: int(time.time()))
     live: dict[str, Callable[[], Awaitable[None]]] = field(default_factory=dict)
     """The generating requests that are being served: id -> what aborts it."""
@@ -61,7 +69,9 @@ class ServerContext:
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.responses = ResponseStore(ttl=settings.response_store_ttl, max_bytes=settings.response_store_bytes)
+        self.responses = ResponseStore(
+            self.responses_path, ttl=settings.response_store_ttl, max_bytes=settings.response_store_bytes, keeper=self.number
+        )
 
     async def close(self) -> None:
         """End what runs in the background and close the stores. The engine is not ours to end."""
@@ -111,9 +121,53 @@ class ServerContext:
         if request_id in self.live:
             raise InvalidRequest(f"The request id {request_id!r} is in use by a request that is still running.", param="request_id")
         self.live[request_id] = abort
+        self.peers.report_live(len(self.live))
 
     def release(self, request_id: str) -> None:
         self.live.pop(request_id, None)
+        self.peers.report_live(len(self.live))
+
+    # What several API servers must agree on
+
+    def answer_peers(self) -> None:
+        """Answer the questions below when another API server asks them."""
+        self.peers.on(ABORT, lambda body: msgspec.json.encode(self._abort_soon(msgspec.json.decode(body, type=list[str]))))
+        self.peers.on(COUNTED, lambda _: self.metrics.snapshot())
+        self.peers.on(WAKE_BATCHES, lambda _: self.batches.woken())
+
+    async def abort(self, request_ids: list[str]) -> list[str]:
+        """End live requests, wherever they are served; returns the ids of those that were live."""
+        answers = await self.peers.ask(ABORT, msgspec.json.encode(request_ids))
+        here = [one for one in request_ids if one in self.live]
+        for one in here:
+            if (end := self.live.get(one)) is not None:
+                await end()
+        there = {one for answer in answers.living for one in msgspec.json.decode(answer, type=list[str])}
+        return [one for one in request_ids if one in here or one in there]
+
+    def _abort_soon(self, request_ids: list[str]) -> list[str]:
+        here = [one for one in request_ids if one in self.live]
+        for one in here:
+            self.spawn(self._abort_one(one))
+        return here
+
+    async def _abort_one(self, request_id: str) -> None:
+        if (end := self.live.get(request_id)) is not None:
+            await end()
+
+    async def render_metrics(self) -> bytes:
+        """The text of /metrics, over all API servers."""
+        self.metrics.step(self.llm.stats())
+        answers = await self.peers.ask(COUNTED, own=self.metrics.snapshot())
+        return self.metrics.render(answers.living, answers.gone)
+
+    def wake_batches(self) -> None:
+        """Tell the API server that runs batches to look for work."""
+        self.spawn(self._wake_batches())
+
+    async def _wake_batches(self) -> None:
+        with contextlib.suppress(EngineDead):
+            await self.peers.ask(WAKE_BATCHES)
 
 
 def context_of(request: Request) -> ServerContext:

@@ -39,6 +39,8 @@ class Job:
     priority: int = 0
     cache_salt: str | None = None
     fair_key: str = ""
+    report_progress: bool = False
+    """Tell how far the prompt is while it is computed."""
     beam: BeamSearchParams | None = None
     """Search for the `beam_width` best continuations instead of sampling them."""
 
@@ -133,7 +135,7 @@ class Generation:
         if job.beam is not None:
             stream = _Finished(await llm.beam_search(prompt, job.beam, engine_id, **options))
         else:
-            stream = await llm.submit(prompt, job.params, engine_id, **options)
+            stream = await llm.submit(prompt, job.params, engine_id, report_progress=job.report_progress, **options)
         self._streams[number] = stream
         return stream
 

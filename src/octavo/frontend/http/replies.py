@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from octavo.protocol import engine
+
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
@@ -21,6 +23,19 @@ class Usage(msgspec.Struct):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class PromptProgress(msgspec.Struct):
+    """Tokens of the prompt: all, those that the prefix cache had, those that are done; and milliseconds since it was begun."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+    @classmethod
+    def of(cls, progress: engine.PromptProgress) -> PromptProgress:
+        return cls(progress.total, progress.cache, progress.processed, progress.time_ms)
 
 
 # Completions
@@ -56,6 +71,7 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 # Chat
@@ -159,3 +175,4 @@ class ChatChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk")
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET

@@ -76,6 +76,7 @@ class GenerationRequest(Schema):
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     stream_interval: Int32 | None = None
+    return_progress: bool | None = Field(None, description="Streams say how much of the prompt has been computed.")
 
     # Constraints on the output
     response_format: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ import errno
 import importlib
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -30,6 +31,7 @@ from octavo.errors import ConfigError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.client import Progress
 from octavo.frontend.http.batches.store import claim_folder, default_folder
+from octavo.frontend.http.connection import connection_class
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.logs import AccessFilter, configure_logging
@@ -44,6 +46,7 @@ logger = logging.getLogger("octavo.server")
 Report = Callable[[EngineReady, EngineConfig, ServerSettings], None]
 """Shows what was started."""
 
+MAX_OPEN_FILES = 65536
 LAST_WORDS = 1.0
 """Seconds for error replies to reach clients whose requests are ended."""
 ENGINE_STOP_TIMEOUT = 10.0
@@ -63,15 +66,32 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
     if args.disable_log_stats:
         settings = dataclasses.replace(settings, log_stats_interval=0.0)
+    _allow_many_connections()
+    report = report or _default_report(settings.log_format)
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(bound_socket(settings))
+        sockets = stack.enter_context(bound_sockets(settings))
         settings = stack.enter_context(state_folder(settings))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
         if not settings.uds:
-            settings = dataclasses.replace(settings, port=sock.getsockname()[1])
+            settings = dataclasses.replace(settings, port=sockets[0].getsockname()[1])
         # Before the loop runs: this may download a model, and Ctrl-C must work meanwhile.
-        llm = AsyncLLM.from_engine_args(args, progress=progress)
-        runner.run(_main(llm, settings, sock, report or _default_report(settings.log_format), progress))
+        if len(sockets) > 1:
+            from octavo.frontend.http.api_servers.main import main_process
+
+            main = stack.enter_context(main_process(args, settings, sockets, progress))
+            runner.run(main.run(report))
+        else:
+            llm = AsyncLLM.from_engine_args(args, progress=progress)
+            runner.run(_main(llm, settings, sockets[0], report, progress))
+
+
+def _allow_many_connections() -> None:
+    """Every connection is an open file, and the usual limit of 1024 is meant for programs that do not know better."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
@@ -81,16 +101,39 @@ def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
     Raises:
         ConfigError: the address cannot be used.
     """
-    sock = _bind_uds(settings.uds) if settings.uds else _bind_tcp(settings.host, settings.port)
-    try:
-        sock.listen(2048)
-        sock.setblocking(False)
-        yield sock
-    finally:
-        sock.close()
+    with bound_sockets(dataclasses.replace(settings, api_server_count=1)) as sockets:
+        yield sockets[0]
+
+
+@contextlib.contextmanager
+def bound_sockets(settings: ServerSettings) -> Iterator[list[socket.socket]]:
+    """A listening socket for each API server: one port, between whose sockets the kernel divides connections; one Unix socket for all.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    count = settings.api_server_count
+    with contextlib.ExitStack() as stack:
         if settings.uds:
-            with contextlib.suppress(OSError):
-                os.unlink(settings.uds)
+            first = stack.enter_context(_bind_uds(settings.uds))
+            sockets = [first, *(stack.enter_context(first.dup()) for _ in range(count - 1))]
+        else:
+            sockets = [stack.enter_context(_bind_tcp(settings.host, settings.port, settings.client_timeout))]
+            if count > 1:
+                # The first one was bound alone, so that another program on the port was an error.
+                port = sockets.pop().getsockname()[1]
+                stack.pop_all().close()
+                for _ in range(count):
+                    sockets.append(stack.enter_context(_bind_tcp(settings.host, port, settings.client_timeout, shared=True)))
+        try:
+            for sock in sockets:
+                sock.listen(2048)
+                sock.setblocking(False)
+            yield sockets
+        finally:
+            if settings.uds:
+                with contextlib.suppress(OSError):
+                    os.unlink(settings.uds)
 
 
 @contextlib.contextmanager
@@ -113,13 +156,18 @@ def state_folder(settings: ServerSettings) -> Iterator[ServerSettings]:
         yield dataclasses.replace(settings, state_dir=folder)
 
 
-def _bind_tcp(host: str | None, port: int) -> socket.socket:
+def _bind_tcp(host: str | None, port: int, client_timeout: float, *, shared: bool = False) -> socket.socket:
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # Inherited by connections. uvloop asks for it on each, asyncio does not; without it the kernel holds a token back until the
     # client has acknowledged the one before, which clients put off for 40 ms.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if client_timeout > 0 and hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Inherited too: a client that takes nothing of what we have sent for so long is gone.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(client_timeout * 1000)))
     try:
         sock.bind((host or "", port))
     except (OSError, UnicodeError) as e:
@@ -163,15 +211,15 @@ def server_url(settings: ServerSettings, sock: socket.socket) -> str:
     return f"{'https' if settings.tls else 'http'}://{host}:{sock.getsockname()[1]}{settings.root_path}"
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handling: `_Signals` decides."""
+class Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handling: `Signals` decides."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class _Signals:
+class Signals:
     """SIGINT and SIGTERM as steps: the first signal takes the first step, and so on; the last step repeats."""
 
     def __init__(self, *steps: Callable[[], None]) -> None:
@@ -198,7 +246,7 @@ class _Signals:
 
 async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, report: Report, progress: Progress | None) -> None:
     stop, stop_now = asyncio.Event(), asyncio.Event()
-    with _Signals(stop.set, stop_now.set, lambda: os._exit(1)).installed():
+    with Signals(stop.set, stop_now.set, lambda: os._exit(1)).installed():
         try:
             # Only now: the engine loads while this process imports the web framework.
             from octavo.frontend.http.app import build_app
@@ -206,20 +254,20 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             if not await _ready_before(stop, llm, progress):
                 return
             app = build_app(llm, settings, served_model_names=llm.args.served_model_name)
-            server = _Uvicorn(_uvicorn_config(app, settings))
+            server = Uvicorn(uvicorn_config(app, settings))
             report(llm.ready_report, llm.config, settings)
             logger.info("Listening on %s", server_url(settings, sock))
             context: ServerContext = app.state.context
             context.batches.start()
             try:
-                await _serve_until(stop, stop_now, server, sock, context)
+                await serve_until(stop, stop_now, server, sock, context)
             finally:
                 await context.close()
         finally:
             await _end(llm)
 
 
-async def _serve_until(stop: asyncio.Event, stop_now: asyncio.Event, server: _Uvicorn, sock: socket.socket, context: ServerContext) -> None:
+async def serve_until(stop: asyncio.Event, stop_now: asyncio.Event, server: Uvicorn, sock: socket.socket, context: ServerContext) -> None:
     """Serves until `stop`; then lets requests finish until shutdown_timeout or `stop_now`; then fails the rest and returns."""
     llm, settings = context.llm, context.settings
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
@@ -263,13 +311,13 @@ async def _end(llm: AsyncLLM) -> None:
         logger.warning("The engine did not end within %.0f s; it is killed.", ENGINE_STOP_TIMEOUT)
 
 
-def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
+def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     quiet = AccessFilter(settings.disable_access_log_for_endpoints or ())
     logging.getLogger("uvicorn.access").filters = [quiet]
     try:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=connection_class(settings.client_timeout),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -287,7 +335,7 @@ def _uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     return config
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:

@@ -15,6 +15,7 @@ from octavo.frontend.parsing.formats import ALIASES, REASONING_ALIASES, REASONIN
 
 TOOL_PARSERS = known_names(TOOL_FORMATS, ALIASES)
 REASONING_PARSERS = known_names(REASONING_FORMATS, REASONING_ALIASES)
+MAX_API_SERVERS = 64
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "critical")
 
 
@@ -27,10 +28,21 @@ class ServerSettings:
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", group="server")
     uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.", group="server")
     root_path: str = setting("", "Path prefix under which a proxy publishes the server.", group="server")
+    api_server_count: int = setting(
+        1,
+        f"HTTP server processes over the one engine, 1 to {MAX_API_SERVERS}: for more streamed tokens than one process can send.",
+        group="server",
+    )
     shutdown_timeout: float = setting(
         15.0, "Seconds that running requests may take to finish after the first SIGTERM or Ctrl-C.", group="server"
     )
     timeout_keep_alive: int = setting(75, "Seconds an idle connection stays open.", group="server")
+    client_timeout: float = setting(
+        60.0,
+        "Seconds that a client may take for the head of a request, send nothing within its body, or read nothing of its reply; "
+        "0: no limit.",
+        group="server",
+    )
     sse_keep_alive: float = setting(
         15.0, "Seconds of silence after which a stream gets a comment, so that proxies keep it open; 0 sends none.", group="server"
     )
@@ -121,12 +133,14 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
+        if isinstance(self.api_server_count, bool) or not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(f"api_server_count must be between 1 and {MAX_API_SERVERS}, got {self.api_server_count}.")
         for name in ("max_body_bytes", "max_sequences", "max_file_bytes", "batch_concurrency"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must not be negative, got {self.shutdown_timeout}.")
-        for name in ("sse_keep_alive", "response_store_ttl", "response_store_bytes", "file_store_bytes"):
+        for name in ("sse_keep_alive", "client_timeout", "response_store_ttl", "response_store_bytes", "file_store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}.")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -106,9 +106,11 @@ class BatchRunner:
                 self._fail(record, owner, "empty_file", "There is no request in the input file.")
                 return
             record["status"], record["in_progress_at"] = "in_progress", int(self._store.clock())
-            if (self._store.batch(record["id"], owner) or {}).get("status") == "cancelling":
-                record["status"], record["cancelling_at"] = "cancelling", int(self._store.clock())
-            self._store.put_batch(record, owner)
+            with self._store.changing(record["id"], owner) as stored:
+                if stored is not None:
+                    if stored["status"] == "cancelling":
+                        record["status"], record["cancelling_at"] = "cancelling", stored["cancelling_at"]
+                    stored.update(record)
         try:
             ending = await self._answer(record, owner, outputs, done)
         finally:
@@ -183,9 +185,9 @@ class BatchRunner:
         return "expired" if self._store.clock() >= record["expires_at"] else None
 
     def _save_counts(self, record: Record, owner: str) -> None:
-        stored = self._store.batch(record["id"], owner)
-        if stored is not None:
-            self._store.put_batch(stored | {"request_counts": record["request_counts"]}, owner)
+        with self._store.changing(record["id"], owner) as stored:
+            if stored is not None:
+                stored["request_counts"] = record["request_counts"]
 
     def _todo(self, record: Record, done: set[str]) -> Iterator[BatchLine]:
         for line in self._lines(record):

@@ -78,14 +78,15 @@ class Page:
 
 
 class BatchStore:
-    """Files and batches of one server.
+    """Files and batches of one server. Its API servers may have one of these each, in the same folder.
 
     Args:
         folder: where everything is; None makes a temporary one, which `close` removes.
         max_bytes: of all file contents together.
+        sweep: clear away what a crash has left. Not while others may be writing.
     """
 
-    def __init__(self, folder: Path | None, *, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path | None, *, max_bytes: int, clock: Callable[[], float] = time.time, sweep: bool = True) -> None:
         self._temporary = folder is None
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-")) if folder is None else folder
         self.max_bytes = max_bytes
@@ -96,7 +97,8 @@ class BatchStore:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
         self._db.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; {_SCHEMA}")
         path.chmod(0o600)
-        self._sweep()
+        if sweep:
+            self._sweep()
 
     def _sweep(self) -> None:
         """Removes contents that a crash left without a record; those of running batches get theirs at the end."""
@@ -164,6 +166,20 @@ class BatchStore:
             "ON CONFLICT (id) DO UPDATE SET status = excluded.status, record = excluded.record",
             row,
         )
+
+    @contextlib.contextmanager
+    def changing(self, batch_id: str, owner: str) -> Iterator[Record | None]:
+        """A batch's record to change, which nobody else changes meanwhile, in this process or another; it is kept at the end."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            record = self.batch(batch_id, owner)
+            yield record
+            if record is not None:
+                self.put_batch(record, owner)
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
     def batch(self, batch_id: str, owner: str) -> Record | None:
         return self._one("batches", batch_id, owner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
@@ -24,8 +24,8 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(given: Any) -> list[Item]:
-    """`input` as items.
+def input_items(given: Any, param: str = "input") -> list[Item]:
+    """`input` (or another field) as items.
 
     Raises:
         InvalidRequest, NotYet: names the item.
@@ -34,8 +34,8 @@ def input_items(given: Any) -> list[Item]:
         return [_user_message(given)]
     if not isinstance(given, list):
         what = "is missing" if given is None else f"must be a string or a list of items, got {short_repr(given)}"
-        raise InvalidRequest(f"input {what}.", param="input")
-    return [_item(item, f"input[{number}]") for number, item in enumerate(given)]
+        raise InvalidRequest(f"{param} {what}.", param=param)
+    return [_item(item, f"{param}[{number}]") for number, item in enumerate(given)]
 
 
 def _user_message(text: str) -> Item:
@@ -61,6 +61,9 @@ def _item(item: Any, where: str) -> Item:
                 output = _parts(output, f"{where}.output", "input_text")
             return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": item["call_id"], "output": output}
         case "reasoning":
+            for name in ("summary", "content"):
+                if not isinstance(item.get(name, []), list | None):
+                    raise InvalidRequest(f"{where}.{name} must be a list of parts, got {short_repr(item[name])}.", param="input")
             kept = {name: [p for p in item.get(name) or () if _is_text(p)] for name in ("summary", "content")}
             return {"id": _id(item, "rs"), "type": "reasoning", **kept}
         case "item_reference":
@@ -108,6 +111,28 @@ def _need_text(item: Item, where: str, *names: str) -> None:
 def _id(item: Item, prefix: str) -> str:
     given = item.get("id")
     return given if isinstance(given, str) and 0 < len(given) <= 256 else new_id(prefix)
+
+
+def item_page(items: list[Item], *, limit: int, order: Literal["asc", "desc"], after: str | None) -> dict[str, Any]:
+    """A part of `items` (oldest first) as a list object.
+
+    Raises:
+        InvalidRequest: there is no item `after`.
+    """
+    items = items[::-1] if order == "desc" else items
+    if after is not None:
+        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise InvalidRequest(f"after: there is no item {short_repr(after)}.", param="after")
+        items = items[at + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
 
 
 def _is_text(part: Any) -> bool:

@@ -33,6 +33,7 @@ SAME_NAME = (
     "cache_salt",
     "user",
     "stream",
+    "return_progress",
 )
 """Fields that are those of chat."""
 
@@ -107,6 +108,7 @@ class ResponsesRequest(InputTokensRequest):
     ignore_eos: bool | None = None
     min_tokens: Int32 | None = None
     logit_bias: dict[str, Any] | None = None
+    return_progress: bool | None = None
     skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -123,8 +125,8 @@ def check_request(body: InputTokensRequest) -> None:
     """
     if body.prompt is not None:
         raise NotYet("prompt (a stored prompt template) is not supported; send input.")
-    if body.conversation is not None:
-        raise NotYet("conversation is not supported; chain responses with previous_response_id.")
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise InvalidRequest("Give either conversation or previous_response_id, not both.", param="conversation")
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest(f"truncation must be auto or disabled, got {short_repr(body.truncation)}.", param="truncation")
     if not isinstance(body, ResponsesRequest):
@@ -135,8 +137,12 @@ def check_request(body: InputTokensRequest) -> None:
         raise InvalidRequest("background needs store: the response is fetched from there.", param="background")
     if body.background and body.stream:
         raise InvalidRequest("background and stream cannot be combined here: poll the response instead.", param="stream")
-    metadata = body.metadata or {}
-    if len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values()):
+    check_metadata(body.metadata)
+
+
+def check_metadata(metadata: dict[str, Any] | None) -> None:
+    """Raises InvalidRequest if it is not what may be attached to an object."""
+    if metadata and (len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values())):
         raise InvalidRequest(f"metadata must be at most {MAX_METADATA} pairs of strings.", param="metadata")
 
 

@@ -1,4 +1,4 @@
-"""Finished (and background) responses, kept for a bounded time in a bounded space.
+"""Finished (and background) responses, and conversations, kept for a bounded time in a bounded space.
 
 SQLite, so that several server processes can share one file; by default it lives in memory. A response is kept with its own
 input only: the conversation before it is found by following `previous`. Reading a conversation makes all of it recent, so
@@ -7,9 +7,10 @@ that what is dropped for room is what nobody goes on with.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from octavo.frontend.http.responses.items import Item
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, used_at REAL NOT NULL,
-    size INTEGER NOT NULL, response BLOB NOT NULL, items BLOB NOT NULL
+    size INTEGER NOT NULL, response BLOB NOT NULL, items BLOB NOT NULL, keeper INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at);
 CREATE TABLE IF NOT EXISTS held (bytes INTEGER NOT NULL);
@@ -37,8 +38,9 @@ _OVERHEAD = 512
 @dataclass(frozen=True)
 class StoredResponse:
     response: dict[str, Any]
+    """A response as the API shows it, or a conversation."""
     items: list[Item]
-    """Its own input, without the conversation before it."""
+    """A response's own input, without the conversation before it; all items of a conversation."""
     owner: str
 
     @property
@@ -53,9 +55,13 @@ class ResponseStore:
         path: a file that several processes may share, or ":memory:".
         ttl: seconds that a response is kept after its last use.
         max_bytes: of all responses together; 0 keeps none.
+        keeper: number of this process among those that share the file.
     """
 
-    def __init__(self, path: str = ":memory:", *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: str = ":memory:", *, ttl: float, max_bytes: int, clock: Callable[[], float] = time.time, keeper: int = 0
+    ) -> None:
+        self._keeper = keeper
         self._ttl = ttl
         self._max_bytes = max_bytes
         self._clock = clock
@@ -71,18 +77,29 @@ class ResponseStore:
 
         A response that was cancelled meanwhile stays so.
         """
+        with self._transaction():
+            if self._status(stored.id) != "cancelled":
+                self._keep(stored)
+
+    @contextlib.contextmanager
+    def changing(self, stored_id: str, owner: str) -> Iterator[StoredResponse | None]:
+        """What is kept under an id, to change in place: nobody else does meanwhile, in this process or another."""
+        with self._transaction():
+            stored = self.get(stored_id, owner)
+            yield stored
+            if stored is not None:
+                self._keep(stored)
+
+    def _keep(self, stored: StoredResponse) -> None:
         response, items = msgspec.json.encode(stored.response), msgspec.json.encode(stored.items)
         size = len(response) + len(items) + _OVERHEAD
-        previous, status = stored.response.get("previous_response_id"), stored.response["status"]
-        with self._transaction():
-            if self._status(stored.id) == "cancelled":
-                return
-            now = self._clock()
-            self._db.execute("DELETE FROM responses WHERE used_at < ? OR id = ?", (now - self._ttl, stored.id))
-            row = (stored.id, stored.owner, previous, status, now, size, response, items)
-            self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
-            while self.size() > self._max_bytes:
-                self._db.execute("DELETE FROM responses WHERE id IN (SELECT id FROM responses ORDER BY used_at, id LIMIT 1)")
+        previous, status = stored.response.get("previous_response_id"), stored.response.get("status", "completed")
+        now = self._clock()
+        self._db.execute("DELETE FROM responses WHERE used_at < ? OR id = ?", (now - self._ttl, stored.id))
+        row = (stored.id, stored.owner, previous, status, now, size, response, items, self._keeper)
+        self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        while self.size() > self._max_bytes:
+            self._db.execute("DELETE FROM responses WHERE id IN (SELECT id FROM responses ORDER BY used_at, id LIMIT 1)")
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
         """A response of `owner`; using it keeps it longer."""
@@ -109,6 +126,16 @@ class ResponseStore:
 
     def delete(self, response_id: str, owner: str) -> bool:
         return self._db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0
+
+    def fail_running(self, message: str) -> None:
+        """End the responses that a predecessor with our number was at work on: nobody goes on with them."""
+        rows = self._db.execute(
+            "SELECT response, items, owner FROM responses WHERE keeper = ? AND status IN ('queued', 'in_progress')", (self._keeper,)
+        ).fetchall()
+        for encoded, items, owner in rows:
+            response = msgspec.json.decode(encoded)
+            response.update(status="failed", error={"code": "server_error", "message": message})
+            self.put(StoredResponse(response, msgspec.json.decode(items), owner))
 
     def cancelled(self, response_id: str) -> bool:
         """Whether somebody cancelled or deleted it, perhaps through another process."""

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.errors import describe
 from octavo.frontend.http.generation import Generation
@@ -27,6 +29,8 @@ class ResponsePlan:
     model: str
     body: ResponsesRequest
     params: SamplingParams
+    conversation: str | None = None
+    """Id of the one that it goes on with."""
 
     def object(self, status: str, output: list[Item]) -> dict[str, Any]:
         """The response as it stands."""
@@ -39,6 +43,7 @@ class ResponsePlan:
             "completed_at": None,
             "status": status,
             "background": bool(body.background),
+            "conversation": None if self.conversation is None else {"id": self.conversation},
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -95,6 +100,9 @@ class ResponsesWriter:
         yield self._event(("response.created", {"response": self._plan.object("in_progress", [])}))
         yield self._event(("response.in_progress", {"response": self._plan.object("in_progress", [])}))
         async for chunk in self._chat.chunks(generation):
+            if chunk.prompt_progress is not UNSET:
+                yield self._event(("response.prompt_progress", {"prompt_progress": chunk.prompt_progress}))
+                continue
             for choice in chunk.choices:
                 for event in self._output.add(choice):
                     yield self._event(event)

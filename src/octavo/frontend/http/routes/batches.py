@@ -84,10 +84,13 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Ends a batch; what it has answered is kept."""
     ctx = context_of(request)
-    record = _batch(request, batch_id)
-    if record["status"] in _CANCELLABLE:
-        record |= {"status": "cancelling", "cancelling_at": int(ctx.batches.store.clock())}
-        ctx.batches.store.put_batch(record, owner_of(request))
+    with ctx.batches.store.changing(batch_id, owner_of(request)) as found:
+        if found is None:
+            raise _not_found(batch_id)
+        record, cancelled = found, found["status"] in _CANCELLABLE
+        if cancelled:
+            record.update(status="cancelling", cancelling_at=int(ctx.batches.store.clock()))
+    if cancelled:
         ctx.batches.wake()
     elif record["status"] not in ("cancelling", "cancelled"):
         raise InvalidRequest(f"The batch cannot be cancelled: it is {record['status']}.", param="batch_id")
@@ -97,5 +100,9 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 def _batch(request: Request, batch_id: str) -> Record:
     record = context_of(request).batches.store.batch(batch_id, owner_of(request))
     if record is None:
-        raise NotFound(f"There is no batch {short_repr(batch_id)} here.", param="batch_id")
+        raise _not_found(batch_id)
     return record
+
+
+def _not_found(batch_id: str) -> NotFound:
+    return NotFound(f"There is no batch {short_repr(batch_id)} here.", param="batch_id")

@@ -107,6 +107,7 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         fair_key=fair_key(request, body.user),
+        report_progress=bool(body.return_progress and body.stream),
     )
     if body.use_beam_search:
         room = max(1, ctx.llm.ready_report.max_model_len - max(len(p.token_ids) for p in encoded))

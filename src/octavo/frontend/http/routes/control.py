@@ -61,8 +61,4 @@ async def abort(request: Request) -> Response:
     ids = [*(body.request_ids or ()), *([body.request_id] if isinstance(body.request_id, str) else body.request_id or ())]
     if not ids:
         raise InvalidRequest("Name the requests to end: request_ids, a list of ids as they stand in replies.", param="request_ids")
-    aborted = [one for one in dict.fromkeys(ids) if one in ctx.live]
-    for one in aborted:
-        if (end := ctx.live.get(one)) is not None:
-            await end()
-    return json_response({"aborted": aborted})
+    return json_response({"aborted": await ctx.abort(list(dict.fromkeys(ids)))})

@@ -62,4 +62,4 @@ async def load(request: Request) -> Response:
     """Generating HTTP requests now, and sequences in the engine."""
     ctx = context_of(request)
     stats = ctx.llm.stats()
-    return json_response({"server_load": len(ctx.live), "running": stats.running, "waiting": stats.waiting})
+    return json_response({"server_load": ctx.peers.total_live(), "running": stats.running, "waiting": stats.waiting})

@@ -19,9 +19,7 @@ dashboard_router = APIRouter()
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    ctx = context_of(request)
-    ctx.metrics.step(ctx.llm.stats())
-    return Response(ctx.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await context_of(request).render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @dashboard_router.get("/stats")
@@ -41,7 +39,7 @@ async def stats(request: Request) -> Response:
             "block_size": ready.block_size,
             "cache_bytes": ready.cache_bytes,
             "state": ctx.llm.state,
-            "http_requests": len(ctx.live),
+            "http_requests": ctx.peers.total_live(),
             "engine": msgspec.to_builtins(ctx.llm.stats()),
         }
     )

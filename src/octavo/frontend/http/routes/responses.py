@@ -17,7 +17,8 @@ from octavo.frontend.http.context import ServerContext, client_of, context_of, j
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import NotFound, is_expected, short_repr
 from octavo.frontend.http.generation import Generation, Job, answer
-from octavo.frontend.http.responses.items import Item, input_items, messages, new_id
+from octavo.frontend.http.responses.conversations import append_items, conversation_id, find_conversation, is_conversation
+from octavo.frontend.http.responses.items import Item, input_items, item_page, messages, new_id
 from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest, ResponsesRequest, chat_request, check_request
 from octavo.frontend.http.responses.store import StoredResponse
 from octavo.frontend.http.responses.writer import ResponsePlan, ResponsesWriter
@@ -42,6 +43,7 @@ async def create_response(request: Request) -> Response:
     job_id = request_id(request, "resp", body.request_id) if body.request_id else response_id
     tracker = RequestTracker(job_id, "/v1/responses", client_of(request), ctx.settings)
     items = input_items(body.input)
+    conversation = conversation_id(body.conversation)
     try:
         chat = _chat(ctx, body, items, owner)
         options, job = await plan_chat(ctx, request, chat, job_id)
@@ -52,8 +54,13 @@ async def create_response(request: Request) -> Response:
     def keep(response: dict[str, Any]) -> None:
         if body.store is not False:
             ctx.responses.put(StoredResponse(response, items, owner))
+        if conversation is not None and response["status"] in ("completed", "incomplete"):
+            try:
+                append_items(ctx.responses, conversation, owner, [*items, *response["output"]])
+            except InvalidRequest as error:
+                logger.warning("Response %s is not added to its conversation: %s", response["id"], error)
 
-    plan = ResponsePlan(response_id, int(time.time()), ctx.model_name, body, job.params)
+    plan = ResponsePlan(response_id, int(time.time()), ctx.model_name, body, job.params, conversation)
     writer = ResponsesWriter(plan, ChatWriter(options), keep)
     if body.background:
         return await _start_in_background(request, ctx, job, tracker, plan, writer, keep)
@@ -65,9 +72,11 @@ def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner
     """The chat request for `items` after the conversation they continue."""
     check_request(body)
     conversation: list[Item] = []
+    if (kept := conversation_id(body.conversation)) is not None:
+        conversation += find_conversation(ctx.responses, kept, owner).items
     if body.previous_response_id is not None:
         chain = ctx.responses.chain(body.previous_response_id, owner)
-        if chain is None:
+        if chain is None or is_conversation(chain[-1]):
             raise InvalidRequest(
                 f"There is no response {short_repr(body.previous_response_id)} here, or one that it continues is no longer kept.",
                 param="previous_response_id",
@@ -144,8 +153,8 @@ async def get_response(request: Request, response_id: str, stream: bool = False)
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forgets a response. One that still runs in the background is ended."""
-    if not context_of(request).responses.delete(response_id, owner_of(request)):
-        raise _not_found(response_id)
+    _stored(request, response_id)
+    context_of(request).responses.delete(response_id, owner_of(request))
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -170,28 +179,12 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    items = _stored(request, response_id).items
-    items = items[::-1] if order == "desc" else items
-    if after is not None:
-        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
-        if at is None:
-            raise InvalidRequest(f"after: the response has no input item {short_repr(after)}.", param="after")
-        items = items[at + 1 :]
-    page = items[:limit]
-    return json_response(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
-        }
-    )
+    return json_response(item_page(_stored(request, response_id).items, limit=limit, order=order, after=after))
 
 
 def _stored(request: Request, response_id: str) -> StoredResponse:
     stored = context_of(request).responses.get(response_id, owner_of(request))
-    if stored is None:
+    if stored is None or is_conversation(stored):
         raise _not_found(response_id)
     return stored
 
