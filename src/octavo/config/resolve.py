@@ -67,6 +67,7 @@ _FOREIGN_ATTENTION = frozenset(
         "PALLAS",
     ]
 )
+MAX_CPU_RANKS = 64
 MAX_LENGTH = 2**31 - 1
 _BIG_GPU = 70 * 2**30
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
@@ -98,7 +99,8 @@ def resolve(
     warnings = _check(args)
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
     model = dataclasses.replace(model, pooling=pooling)
-    device = _kernels(args, model, device, warnings)
+    parallel = _parallel(args, model, device)
+    device = _kernels(args, model, device, parallel, warnings)
     scheduler = _scheduler(args, model, device, warnings)
     return EngineConfig(
         model=model,
@@ -107,7 +109,7 @@ def resolve(
         attention=_attention(args, device, warnings),
         batch_invariant=_batch_invariant(args, model, device),
         device=device,
-        parallel=ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size),
+        parallel=parallel,
         reliability=ReliabilityConfig(args.engine_restarts, args.engine_hang_timeout, args.debug_scripted_model),
         enforce_eager=args.enforce_eager,
         warnings=tuple(warnings),
@@ -132,7 +134,9 @@ def _check(args: EngineArgs) -> list[str]:
             near = difflib.get_close_matches(str(value), meta["choices"], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{_flag(f.name)} {value!r} is not one of {', '.join(meta['choices'])}.{hint}")
-    if args.distributed_executor_backend in ("mp", "ray"):
+    if args.distributed_executor_backend == "ray" and args.tensor_parallel_size != 1:
+        raise NotYet("--distributed-executor-backend ray: Octavo does not do this yet. Use mp, or leave it out.")
+    if args.distributed_executor_backend in ("mp", "ray") and args.tensor_parallel_size == 1:
         warnings.append(f"--distributed-executor-backend {args.distributed_executor_backend} has no effect with one GPU: steps run inline.")
     return warnings
 
@@ -245,9 +249,30 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
     return dtype
 
 
-def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> DeviceInfo:
+def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> ParallelConfig:
+    """Who computes the model together. Whether it can be divided so is seen when its config is read."""
+    tensor = _whole(args, "tensor_parallel_size")
+    assert tensor is not None
+    parallel = ParallelConfig(tensor, args.pipeline_parallel_size, args.data_parallel_size, args.enable_expert_parallel)
+    if parallel.world > 1:
+        if device.kind == "cuda" and parallel.world > device.count:
+            raise ConfigError(f"--tensor-parallel-size {tensor}: needs {parallel.world} GPUs, and there are {device.count}. Lower it.")
+        if device.kind == "cpu" and parallel.world > MAX_CPU_RANKS:
+            raise ConfigError(f"--tensor-parallel-size {tensor}: at most {MAX_CPU_RANKS} on a CPU.")
+        if model.pooling is not None:
+            raise ConfigError(f"--tensor-parallel-size {tensor}: a model that pools runs on one device. Leave it out.")
+        if args.debug_scripted_model is not None:
+            raise ConfigError(f"--tensor-parallel-size {tensor}: a scripted model has nothing to divide. Leave it out.")
+    return parallel
+
+
+def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: ParallelConfig, warnings: list[str]) -> DeviceInfo:
     """The device with the choice of CPU kernels made."""
     usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch" and model.pooling is None
+    if usable and parallel.world > 1:
+        if args.cpu_kernels == "native":
+            raise ConfigError("--cpu-kernels native: they compute whole models, and this one is divided. Leave it out.")
+        usable = False
     if usable and not device.native_kernels:
         if args.cpu_kernels == "native":
             raise ConfigError(

@@ -31,6 +31,8 @@ class DeviceInfo:
     """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
     activations: CpuActivations = "int8"
     """Of the compiled kernels."""
+    count: int = 1
+    """GPUs that are visible."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,13 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    whole_experts: bool = False
+    """Experts are dealt out to the ranks whole, instead of each being divided."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[Core, EngineReady]"]
+Builder = Callable[[EngineConfig, Callable[[str, int, int], None], Callable[[str, str], None]], "tuple[Core, EngineReady]"]
 
 PR_SET_PDEATHSIG = 1
+LAST_WORDS_SECONDS = 0.2
 LINGER_MS = 2000
 """How long the last messages may take to leave when the process ends."""
 
@@ -81,11 +82,21 @@ class Mailbox:
         self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
         self._inbox.connect(boot.inbox)
         self._outbox.connect(boot.outbox)
+        self._alarm = self._context.socket(zmq.PUSH)
+        self._alarm.setsockopt(zmq.LINGER, LINGER_MS)
+        self._alarm.connect(boot.outbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
+
+    def give_up(self, message: str, kind: str) -> None:
+        """End the process, whatever the main thread waits for: the frontend starts another, and sends the live requests again."""
+        self._alarm.send(self._encoder.encode(EngineFailed(message, kind=kind)))
+        self._alarm.close()  # sends what is left
+        time.sleep(LAST_WORDS_SECONDS)
+        os._exit(1)
 
     def receive(self, *, block: bool) -> ToEngine | None:
         """The next message; None when there is none (or when it could not be read, which is logged)."""
@@ -154,7 +165,7 @@ def _handle(engine: Core, mailbox: Mailbox, message: ToEngine) -> None:
         mailbox.send(Pong(message.call_id, engine.stats()))
 
 
-def _die_with_parent(with_thread: bool) -> None:
+def die_with_parent(with_thread: bool) -> None:
     """No orphan, ever: a closed pipe ends us; and so does the kernel, even when native code holds the interpreter.
 
     The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main thread.
@@ -193,14 +204,14 @@ def main() -> int:
     """Exit code 0 after `Shutdown` or SIGTERM, 1 after a failure that has been reported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     boot: EngineBoot = pickle.load(sys.stdin.buffer)
-    _die_with_parent(boot.from_main_thread)
+    die_with_parent(boot.from_main_thread)
     logging.basicConfig(level=boot.log_level, format="%(levelname)s engine: %(message)s")
     mailbox = Mailbox(boot)
     engine: Core | None = None
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
         build = _load_builder(boot.builder)
-        engine, ready = build(boot.config, lambda phase, done, total: mailbox.send(EngineProgress(phase, done, total)))
+        engine, ready = build(boot.config, lambda phase, done, total: mailbox.send(EngineProgress(phase, done, total)), mailbox.give_up)
         gc.collect()
         gc.freeze()  # what is alive now lives as long as the process: later collections need not walk it
         gc.set_threshold(100_000, 20, 100)  # the loop makes many short-lived structs and hardly any cycles

@@ -13,10 +13,12 @@ from octavo.errors import CheckpointError
 from octavo.models.decoder import Weights
 from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
+from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
 from octavo.ops.packed import EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight
 from octavo.ops.registry import Ops
-from octavo.weights.arrange import reordered, stacked, transposed
+from octavo.weights.arrange import reordered, stacked, transposed, with_shape
+from octavo.weights.divide import WHOLE, divided
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
 
@@ -40,12 +42,14 @@ class Assembly:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        shard: Shard = WHOLE_MODEL,
         prefix: str = "",
         strip: tuple[str, ...] = (),
         ignored: str | None = None,
     ) -> None:
         """
         Args:
+            shard: which share of a decoder is kept.
             prefix: what checkpoints of the model without its head leave out in front of every name.
             strip: what some checkpoints put in front of every name.
             ignored: regular expression of tensors that are left out where the model has no place for them.
@@ -54,13 +58,18 @@ class Assembly:
         self._targets = targets
         self._prefix = prefix
         self._strip = strip
+        self._rank = shard.rank
         self._left_out = None if ignored is None else re.compile(ignored)
         self._ops = ops
         self._dtype = dtype
         self.device = device
         listed = parameters(spec) if isinstance(spec, ModelSpec) else encoder_parameters(spec)
-        self._parameters = {p.name: p for p in listed}
-        self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._parameters.items()}
+        self._whole = {p.name: p for p in listed}
+        """The parameters of the whole model, which is what a checkpoint has."""
+        self._division = Division(spec, shard) if isinstance(spec, ModelSpec) else None
+        self._parameters = self._whole if self._division is None else self._division.parameters
+        """Those that are kept."""
+        self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._whole.items()}
         """Parameter -> parts not yet filled; the part None is the whole of a parameter without parts."""
         self._partial: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -88,7 +97,7 @@ class Assembly:
         target = self._target(pattern)
         if target is not None and target.parameter == "head" and (self._spec.tied_embeddings or not self._spec.has_head):
             return  # some exporters write the shared matrix twice
-        parameter = self._parameters.get(target.parameter.format(**numbers)) if target is not None else None
+        parameter = self._whole.get(target.parameter.format(**numbers)) if target is not None else None
         part = target.part.format(**numbers) if target is not None and target.part else None
         if parameter is None and self._left_out is not None and self._left_out.search(stored.name):
             return
@@ -129,13 +138,24 @@ class Assembly:
         filled: set[str | None] = {part} if part else _parts(parameter)
         if not filled <= self._missing[parameter.name]:
             raise CheckpointError(f"{stored.file}: tensor {stored.name} fills what another tensor has filled already.")
-        if self._packs(parameter):
-            self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
-        else:
-            stored.copy_into(self._buffer(parameter)[start:stop].view(stored.shape))
+        piece = Piece(WHOLE, part) if self._division is None else self._division.piece(parameter, part)
+        if piece is not None:
+            self._keep(self._parameters[parameter.name], piece, with_shape(stored, shape))
         self._missing[parameter.name] -= filled
         if not self._missing[parameter.name]:
-            self._complete(parameter)
+            self._complete(self._parameters[parameter.name])
+
+    def _keep(self, parameter: Parameter, piece: Piece, stored: StoredTensor) -> None:
+        """Fill what a piece of a tensor fills of our own parameter."""
+        start, stop = parameter.parts[piece.place] if piece.place else (0, parameter.shape[0])
+        if self._packs(parameter):
+            self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
+            return
+        rows = self._buffer(parameter)[start:stop]
+        if piece.part.rows is None or len(piece.part.rows):
+            divided(stored, piece.part).copy_into(rows[: stop - start - piece.pad])
+        if piece.pad:
+            rows[-piece.pad :].zero_()
 
     def _buffer(self, parameter: Parameter) -> torch.Tensor:
         if parameter.name not in self._partial:
@@ -172,8 +192,8 @@ class Assembly:
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
             tensor += 1.0
         if parameter.kind == "experts":
-            assert isinstance(self._spec, ModelSpec) and self._spec.moe is not None
-            packed_experts = self._ops.pack_experts(tensor.view(self._spec.moe.num_experts, -1, parameter.shape[1]))
+            assert self._division is not None and self._division.spec.moe is not None
+            packed_experts = self._ops.pack_experts(tensor.view(self._division.spec.moe.num_experts, -1, parameter.shape[1]))
             self._experts[parameter.name] = packed_experts
             self._nbytes += packed_experts.nbytes
             return
@@ -190,7 +210,8 @@ class Assembly:
         done = 0
         for parameter in self._parameters.values():
             buffer = self._buffer(parameter)
-            fill_dummy(parameter.name, parameter.kind, buffer, seed)
+            divided_up = parameter.shape != self._whole[parameter.name].shape
+            fill_dummy(parameter.name, parameter.kind, buffer, seed + self._rank if divided_up else seed)
             done += buffer.nbytes
             if self._packs(parameter):
                 assert self._ops.decoder is not None
@@ -215,14 +236,17 @@ class Assembly:
         return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales(), self._experts)
 
     def _complete_scales(self) -> dict[int, KvScales]:
-        """Of the layers that have both; k and v have as many numbers."""
+        """Of the layers that have both; k and v have as many numbers, of the heads that are kept."""
         heads = self._kv_heads
+        kept = None if self._division is None else torch.from_numpy(self._division.kv_heads)
         scales = {}
         for layer, found in self._kv_scales.items():
             if layer < self._spec.num_layers and found.keys() == {"k", "v"}:
                 k, v = found["k"], found["v"]
                 if k.numel() != v.numel():
                     k, v = k.expand(heads).contiguous(), v.expand(heads).contiguous()
+                if kept is not None and k.numel() == heads:
+                    k, v = k[kept], v[kept]
                 scales[layer] = KvScales(k, v)
         return scales
 

@@ -24,8 +24,10 @@ from octavo.models.decoder import Model, Weights
 from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
 from octavo.models.registry import model_spec, supported_architectures
+from octavo.models.sharding import Shard, shard_spec
 from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
+from octavo.parallel.group import ALONE, TensorGroup
 from octavo.weights.gguf import open_gguf, rope_divisors
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
@@ -38,11 +40,12 @@ Progress = Callable[[str, int, int], None]
 _PHASE = "weights"
 
 
-def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress) -> Model:
+def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress, group: TensorGroup = ALONE) -> Model:
     """Build the model that the config names and fill it.
 
     Args:
         progress: called with ("weights", bytes done, bytes in all), first with 0 and last with the total.
+        group: the ranks that share the model; this one's share is loaded.
 
     Raises:
         UnsupportedModel: an architecture or a format that does not run here.
@@ -51,6 +54,10 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     """
     model = config.model
     if runs_through_transformers(config):
+        if group.size > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {group.size}: {model.architecture} runs through transformers, which cannot be divided."
+            )
         progress(_PHASE, 0, 1)
         fallback = load_fallback(config, device)
         progress(_PHASE, 1, 1)
@@ -61,16 +68,18 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             f"--batch-invariant: the products of experts on a GPU depend on the batch, and {spec.architecture} has experts. Leave it out."
         )
     dtype: torch.dtype = getattr(torch, model.dtype)
-    if dtype != torch.float32 or not compilable(spec):
+    shard = Shard(group.rank, group.size, config.parallel.whole_experts and spec.moe is not None)
+    kept = shard_spec(spec, shard)
+    if dtype != torch.float32 or not compilable(spec) or group.size > 1:
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
-    needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
+    needed = sum(math.prod(p.shape) for p in parameters(kept)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
     room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
 
-    assembly = Assembly(spec, family.weights, ops, dtype, device, prefix=family.prefix)
+    assembly = Assembly(spec, family.weights, ops, dtype, device, shard=shard, prefix=family.prefix)
     weights = fill(assembly, config, gguf, needed, progress)
     with torch.no_grad():
         return build_decoder(
@@ -80,6 +89,8 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             max_length=model.max_model_len,
             threads=config.device.threads,
             activations=config.device.activations,
+            group=group,
+            shard=shard,
         )
 
 

@@ -6,8 +6,10 @@ Format: https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -89,7 +91,8 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
                 copy = _copier(file, name, path)
                 if reader is not None:
                     copy = _direct(copy, reader, path, begins[name], _DTYPES[dtype])
-                yield StoredTensor(name, shape, nbytes, path, copy, _encoded(file, name, dtype, path))
+                region = _region_copier(file, name, path, None if reader is None else _Place(reader, begins[name], dtype))
+                yield StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path))
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again.") from None
 
@@ -128,6 +131,33 @@ def _direct(
             copy(destination)
 
     return copy_into
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in its file, and who can read from there."""
+
+    reader: ParallelReader
+    offset: int
+    dtype: str
+
+
+def _region_copier(file: Any, name: str, path: str, place: _Place | None) -> Callable[[tuple[slice, ...], torch.Tensor], None]:
+    def copy_region(region: tuple[slice, ...], destination: torch.Tensor) -> None:
+        view = file.get_slice(name)
+        row = math.prod(view.get_shape()[1:])
+        whole_rows = all(part == slice(0, size) for part, size in zip(region[1:], view.get_shape()[1:], strict=True))
+        direct = place is not None and whole_rows and destination.device.type != "cpu" and destination.is_contiguous()
+        if place is not None and direct and destination.dtype == _DTYPES[place.dtype]:
+            place.reader.read(path, place.offset + region[0].start * row * _BYTES[place.dtype], destination)
+            return
+        try:
+            part = view[region]
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read: {e}") from None
+        destination.copy_(part)
+
+    return copy_region
 
 
 def _begins(path: str) -> dict[str, int]:

@@ -25,5 +25,7 @@ class StoredTensor:
 
     Raises `CheckpointError` when the file turns out to be bad.
     """
+    copy_region: Callable[[tuple[slice, ...], torch.Tensor], None] | None = None
+    """`copy_into` of one slice in each dimension, which reads no more than that; None where the format cannot."""
     encoded: Callable[[], EncodedRows] | None = None
     """A matrix as it is stored, for kernels that compute with that; None where the format cannot say."""
