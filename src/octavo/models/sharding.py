@@ -59,7 +59,7 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         inner, count = (
             (moe.intermediate_size, moe.num_experts // size) if shard.whole_experts else (moe.intermediate_size // size, moe.num_experts)
         )
-        moe = replace(moe, intermediate_size=inner, num_experts=count, shared_size=moe.shared_size // size)
+        moe = replace(moe, intermediate_size=inner, num_experts=count, shared_size=moe.shared_size // size, routed=moe.num_experts)
     return replace(
         spec,
         vocab_size=padded_vocabulary(spec, size) // size,
