@@ -1,4 +1,4 @@
-"""A model divided among processes gives the tokens of one process."""
+"""A model divided among processes gives the tokens of one process; tests/models/test_divided.py has every family, in threads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,17 @@ def tokens(folder: Path, **settings: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        ("llama-tied", {"pipeline_parallel_size": 2}),
+        ("gemma3", {"pipeline_parallel_size": 2}),
+        ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("deepseek-v3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    ],
+)
+def test_ranks_give_the_tokens_of_one_process(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     family, overrides = CASES[name]
     save_tiny(tmp_path, family, **overrides)
-    assert tokens(tmp_path, tensor_parallel_size=2) == tokens(tmp_path)
+    assert tokens(tmp_path, **settings) == tokens(tmp_path)

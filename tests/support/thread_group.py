@@ -29,9 +29,6 @@ class ThreadGroup:
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), -1)
 
-    def smallest(self, number: int) -> int:
-        return min(self._exchange(number))
-
     def _exchange(self, mine: T) -> list[T]:
         self._shared[self.rank] = mine
         self._barrier.wait(60)

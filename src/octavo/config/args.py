@@ -186,9 +186,7 @@ class EngineArgs:
         group="execution",
     )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer (processes, on a CPU).", group="execution", short="tp")
-    pipeline_parallel_size: int = setting(
-        1, "Groups of GPUs that share the layers between them.", group="execution", short="pp", status="not yet"
-    )
+    pipeline_parallel_size: int = setting(1, "Groups of GPUs that share the layers between them.", group="execution", short="pp")
     data_parallel_size: int = setting(1, "Replicas.", group="execution", short="dp", status="not yet")
     enable_expert_parallel: bool = setting(
         False, "With several GPUs: deal out whole experts, instead of a share of each.", group="execution"

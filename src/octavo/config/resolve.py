@@ -101,7 +101,7 @@ def resolve(
     model = dataclasses.replace(model, pooling=pooling)
     parallel = _parallel(args, model, device)
     device = _kernels(args, model, device, parallel, warnings)
-    scheduler = _scheduler(args, model, device, warnings)
+    scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
     return EngineConfig(
         model=model,
         cache=_cache(args, model, device),
@@ -134,9 +134,10 @@ def _check(args: EngineArgs) -> list[str]:
             near = difflib.get_close_matches(str(value), meta["choices"], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{_flag(f.name)} {value!r} is not one of {', '.join(meta['choices'])}.{hint}")
-    if args.distributed_executor_backend == "ray" and args.tensor_parallel_size != 1:
+    several = args.tensor_parallel_size != 1 or args.pipeline_parallel_size != 1
+    if args.distributed_executor_backend == "ray" and several:
         raise NotYet("--distributed-executor-backend ray: Octavo does not do this yet. Use mp, or leave it out.")
-    if args.distributed_executor_backend in ("mp", "ray") and args.tensor_parallel_size == 1:
+    if args.distributed_executor_backend in ("mp", "ray") and not several:
         warnings.append(f"--distributed-executor-backend {args.distributed_executor_backend} has no effect with one GPU: steps run inline.")
     return warnings
 
@@ -251,18 +252,19 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
 
 def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> ParallelConfig:
     """Who computes the model together. Whether it can be divided so is seen when its config is read."""
-    tensor = _whole(args, "tensor_parallel_size")
-    assert tensor is not None
-    parallel = ParallelConfig(tensor, args.pipeline_parallel_size, args.data_parallel_size, args.enable_expert_parallel)
+    tensor, stages = _whole(args, "tensor_parallel_size"), _whole(args, "pipeline_parallel_size")
+    assert tensor is not None and stages is not None
+    parallel = ParallelConfig(tensor, stages, args.data_parallel_size, args.enable_expert_parallel)
+    flag = f"--tensor-parallel-size {tensor}" + (f" --pipeline-parallel-size {stages}" if stages > 1 else "")
     if parallel.world > 1:
         if device.kind == "cuda" and parallel.world > device.count:
-            raise ConfigError(f"--tensor-parallel-size {tensor}: needs {parallel.world} GPUs, and there are {device.count}. Lower it.")
+            raise ConfigError(f"{flag}: needs {parallel.world} GPUs, and there are {device.count}. Lower it.")
         if device.kind == "cpu" and parallel.world > MAX_CPU_RANKS:
-            raise ConfigError(f"--tensor-parallel-size {tensor}: at most {MAX_CPU_RANKS} on a CPU.")
+            raise ConfigError(f"{flag}: at most {MAX_CPU_RANKS} on a CPU.")
         if model.pooling is not None:
-            raise ConfigError(f"--tensor-parallel-size {tensor}: a model that pools runs on one device. Leave it out.")
+            raise ConfigError(f"{flag}: a model that pools runs on one device. Leave it out.")
         if args.debug_scripted_model is not None:
-            raise ConfigError(f"--tensor-parallel-size {tensor}: a scripted model has nothing to divide. Leave it out.")
+            raise ConfigError(f"{flag}: a scripted model has nothing to divide. Leave it out.")
     return parallel
 
 
@@ -362,7 +364,7 @@ def _batch_invariant(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -
     return True
 
 
-def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> SchedulerConfig:
+def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages: int, warnings: list[str]) -> SchedulerConfig:
     gpu = device.kind == "cuda"
     big = gpu and device.total_bytes >= _BIG_GPU
     seqs = _whole(args, "max_num_seqs") or (1024 if big else 256 if gpu else 64)
@@ -394,5 +396,6 @@ def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warning
         target_step_ms=target if target is not None else (None if gpu else 250.0),
         long_prefill_token_threshold=threshold,
         max_waiting=max_waiting,
-        inflight=1 if overlap else 0,
+        inflight=(1 if overlap else 0) + stages - 1,
+        stages=stages,
     )

@@ -106,6 +106,8 @@ class SchedulerConfig:
     max_waiting: int
     inflight: int
     """Steps launched ahead of the one being settled (k): 0 is synchronous."""
+    stages: int = 1
+    """Of a pipeline: steps in flight have different requests then."""
 
 
 @dataclass(frozen=True)

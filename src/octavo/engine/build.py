@@ -105,8 +105,8 @@ def join(boot: RankBoot) -> Ranks:
 
 
 def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
-    from octavo.parallel.distributed import DistributedGroup
+    from octavo.parallel.distributed import World
     from octavo.parallel.group import Ranks, device_of
 
-    group = DistributedGroup(meeting, device_of(config.device.kind, local_rank))
-    return Ranks(group, local_rank, group.close)
+    world = World(meeting, config.parallel, device_of(config.device.kind, local_rank))
+    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.close)

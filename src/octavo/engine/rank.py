@@ -23,7 +23,7 @@ def main() -> int:
     """Exit code 0 after `StopRank`, 1 after a failure that has been reported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the engine decides
     boot: RankBoot = pickle.load(sys.stdin.buffer)
-    die_with_parent(with_thread=True)
+    die_with_parent(with_thread=boot.from_main_thread)
     logging.basicConfig(level=boot.log_level, format=f"%(levelname)s rank {boot.rank}: %(message)s")
     try:
         _run(boot)

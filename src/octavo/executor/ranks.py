@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,9 +81,11 @@ class RanksExecutor:
         self._lost = lost
         self._closing = False
         self._failure: str | None = None
-        self._waiting_since = 0.0
-        """When the oldest step not collected was submitted; 0: there is none."""
         self._submitted: list[float] = []
+        """When each step not collected yet was."""
+        self._late = config.device.kind == "cpu" and config.parallel.pipeline > 1
+        """A CPU computes when it launches: our stage's share waits until a result is wanted, so that the stages before can be ahead."""
+        self._waiting: deque[StepPlan] = deque()
         self._children: list[_Child] = []
         self._changed = threading.Condition()
         self._start(rendezvous, module)
@@ -113,6 +116,7 @@ class RanksExecutor:
                 headers=read_headers,
                 status=write_status,
                 defer=self._defer,
+                from_main_thread=threading.current_thread() is threading.main_thread(),
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
             process = subprocess.Popen(
@@ -143,19 +147,29 @@ class RanksExecutor:
         self._check()
         self._send(encode(RunStep(plan)))
         self._submitted.append(time.monotonic())
-        try:
-            self._worker.submit(plan)
-        except Exception as e:
-            # The others have launched the step, and wait for us in it.
-            self._fail(f"Rank 0 could not run a step that the other ranks are in: {type(e).__name__}: {e}", "")
-            raise
+        if self._late:
+            self._waiting.append(plan)
+        else:
+            self._launch(plan)
 
     def collect(self) -> StepResult:
-        """Rank 0's result: every rank has the same."""
+        """Rank 0's result: it is in the last stage, and every rank of that has the same."""
         try:
+            if self._waiting:
+                self._launch(self._waiting.popleft())
             return self._worker.collect()
         finally:
             self._submitted.pop(0)
+
+    def _launch(self, plan: StepPlan) -> None:
+        try:
+            self._worker.submit(plan)
+        except Exception as e:
+            # The others have launched the step, and wait for us in it. If it failed because of one of them, that is the better word.
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, WATCH_SECONDS)
+            self._fail(f"Rank 0 could not run a step that the other ranks are in: {type(e).__name__}: {e}", "")
+            raise EngineDead(self._failure or str(e)) from e
 
     def prepare(self, *, idle: bool) -> bool:
         """Rank 0 decides when; then all do it, since what is captured holds sums over ranks."""
@@ -204,8 +218,9 @@ class RanksExecutor:
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.status, selectors.EVENT_READ, child)
+            pause = min(WATCH_SECONDS, self._config.reliability.hang_timeout / 20)
             while selector.get_map() and not self._closing:
-                for key, _ in selector.select(WATCH_SECONDS):
+                for key, _ in selector.select(pause):
                     if not self._listen(key.data):
                         selector.unregister(key.fd)
                 self._look_for_hung()
@@ -232,12 +247,19 @@ class RanksExecutor:
 
     def _look_for_hung(self) -> None:
         oldest = self._submitted[0] if self._submitted else None
-        limit = 0.9 * self._config.reliability.hang_timeout  # so that who is named comes before the frontend's own verdict
+        limit = 0.8 * self._config.reliability.hang_timeout  # so that who is named comes before the frontend's own verdict
         if oldest is None or time.monotonic() - oldest < limit:
             return
-        behind = [str(c.rank) for c in self._children if self._ring.taken(c.rank - 1) < self._ring.sent]
-        who = f"rank {', '.join(behind)} has not taken it" if behind else "every rank has taken it"
-        self._fail(f"A step has not been finished for {limit:.0f} s: {who}.", "")
+        states = [state for child in self._children if (state := self._what_of(child))]
+        self._fail(f"A step has not been finished for {limit:.0f} s: {', '.join(states) or 'every rank is at work on it'}.", "")
+
+    def _what_of(self, child: _Child) -> str | None:
+        """What seems to be wrong with a rank, if anything."""
+        if _stopped(child.process.pid):
+            return f"rank {child.rank} (process {child.process.pid}) is stopped, by a signal or a debugger"
+        if self._ring.taken(child.rank - 1) < self._ring.sent:
+            return f"rank {child.rank} (process {child.process.pid}) has not taken it"
+        return None
 
     def _end_children(self) -> None:
         self._closing = True
@@ -260,6 +282,15 @@ class RanksExecutor:
     @staticmethod
     def _give_up() -> None:
         raise EngineDead("no room for the last message")
+
+
+def _stopped(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:

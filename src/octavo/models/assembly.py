@@ -142,8 +142,8 @@ class Assembly:
         if piece is not None:
             self._keep(self._parameters[parameter.name], piece, with_shape(stored, shape))
         self._missing[parameter.name] -= filled
-        if not self._missing[parameter.name]:
-            self._complete(self._parameters[parameter.name])
+        if not self._missing[parameter.name] and (kept := self._parameters.get(parameter.name)) is not None:
+            self._complete(kept)
 
     def _keep(self, parameter: Parameter, piece: Piece, stored: StoredTensor) -> None:
         """Fill what a piece of a tensor fills of our own parameter."""
@@ -218,9 +218,10 @@ class Assembly:
                 self._segments[parameter.name] = {0: self._ops.decoder.pack_rows(_float_rows(self._partial.pop(parameter.name)))}
             if parameter.kind == "norm" and self._spec.norm_unit_offset:
                 buffer -= 1.0
-            self._missing[parameter.name].clear()
             self._complete(parameter)
             yield done
+        for missing in self._missing.values():
+            missing.clear()
 
     def finish(self) -> Weights:
         """The filled parameters.
@@ -240,14 +241,15 @@ class Assembly:
         heads = self._kv_heads
         kept = None if self._division is None else torch.from_numpy(self._division.kv_heads)
         scales = {}
+        layers = range(self._spec.num_layers) if self._division is None else self._division.shard.layers(self._spec.num_layers)
         for layer, found in self._kv_scales.items():
-            if layer < self._spec.num_layers and found.keys() == {"k", "v"}:
+            if layer in layers and found.keys() == {"k", "v"}:
                 k, v = found["k"], found["v"]
                 if k.numel() != v.numel():
                     k, v = k.expand(heads).contiguous(), v.expand(heads).contiguous()
                 if kept is not None and k.numel() == heads:
                     k, v = k[kept], v[kept]
-                scales[layer] = KvScales(k, v)
+                scales[layer - layers.start] = KvScales(k, v)
         return scales
 
     def _source_name(self, name: str, part: str | None) -> str:

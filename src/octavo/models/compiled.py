@@ -15,6 +15,7 @@ from octavo.models.spec import ModelSpec
 from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
 from octavo.ops.registry import Draw, Ops
 from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 if TYPE_CHECKING:
     from octavo.attention.native_cpu import NativeCpuAttention
@@ -30,6 +31,7 @@ def build_decoder(
     threads: int = 1,
     activations: CpuActivations = "int8",
     group: TensorGroup = ALONE,
+    pipeline: Pipeline = NO_PIPELINE,
     shard: Shard = WHOLE_MODEL,
 ) -> Model:
     """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
@@ -37,10 +39,10 @@ def build_decoder(
     Args:
         max_length: the longest sequence served; positions are below it.
         threads, activations: see `ops.program.CompileDecoder`.
-        group, shard: see `Decoder`.
+        group, pipeline, shard: see `Decoder`.
     """
     if ops.decoder is None:
-        return Decoder(spec, weights, ops, max_length=max_length, group=group, shard=shard)
+        return Decoder(spec, weights, ops, max_length=max_length, group=group, pipeline=pipeline, shard=shard)
     return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, activations=activations)
 
 
@@ -48,6 +50,7 @@ class CompiledDecoder:
     """Implements `Model`. Holds weights and no state between calls."""
 
     capturable = False
+    makes_logits = True
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, activations: CpuActivations

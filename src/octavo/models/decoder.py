@@ -21,6 +21,7 @@ from octavo.models.spec import MlpSpec, ModelSpec, MoeSpec
 from octavo.ops.packed import ExpertsWeight, LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
 from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 
 class Model(Protocol):
@@ -42,6 +43,10 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether a forward pass never waits for the device, so that it can be part of a CUDA graph."""
+
+    @property
+    def makes_logits(self) -> bool:
+        """Whether the last layer and the head are here; else another rank samples."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
@@ -98,8 +103,6 @@ class _Layer:
 class Decoder:
     """A decoder-only transformer. Holds weights and no state: the KV cache is behind `attend`."""
 
-    capturable = True
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -108,6 +111,7 @@ class Decoder:
         *,
         max_length: int,
         group: TensorGroup = ALONE,
+        pipeline: Pipeline = NO_PIPELINE,
         shard: Shard = WHOLE_MODEL,
     ) -> None:
         """
@@ -116,42 +120,45 @@ class Decoder:
             weights: of this rank's share.
             max_length: the longest sequence served; positions are below it.
             group: the ranks that compute the model together. What a block gives is this rank's part of a sum.
+            pipeline: where hidden states come from and go to, if others have the other layers.
             shard: this rank's share.
         """
         self.spec = spec
         self._group = group
         share = shard_spec(spec, shard)
-        self.layer_specs = _with_sinks(share.layer_specs, weights)
+        layers = shard.layers(spec.num_layers)
+        self._pipeline = pipeline
+        self._first, self.makes_logits = shard.first, shard.last
+        self.capturable = shard.stages == 1
+        self.layer_specs = _with_sinks(share.layer_specs, weights)[layers.start : layers.stop]
         self.weights_bytes = weights.nbytes
         self.kv_scales = weights.kv_scales
         self._ops = ops
-        self._embedding = weights.tensors["embed"]
+        self._embedding = weights.tensors.get("embed")
         self._first_token = shard.rank * share.vocab_size
+        norm = next(t for name, t in weights.tensors.items() if name.startswith("layers."))
+        self._dtype, device = norm.dtype, norm.device
         # Gemma was trained with the scale in the model's own precision.
-        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype))
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._dtype))
         self._positions = weights.tensors.get("positions")
-        self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head else None
-        self._first_norm = _norm("layers.0.attention_norm", spec, weights, ops)
+        self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head and shard.last else None
+        self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
         parts = _Parts(share, weights, ops, group, shard)
-        self._layers = tuple(_layer(i, parts) for i in range(spec.num_layers))
-        device = self._embedding.device
+        self._layers = tuple(_layer(i, parts) for i in layers)
         tables = {
             rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
             for rope in dict.fromkeys(spec.ropes)
         }
         self._tables = list(tables.values())
-        self._rope_of_layer = [list(tables).index(rope) for rope in spec.ropes]
+        self._rope_of_layer = [list(tables).index(spec.ropes[i]) for i in layers]
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
         spec = self.spec
         rotations = [Rotation(table, positions) for table in self._tables]
-        residual = self._embed(token_ids)
-        if self._embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
-        if self._positions is not None:
-            residual = residual + self._positions[positions]
+        residual = self._enter(token_ids, positions)
+        wanted = wanted if self.makes_logits else None
         x = residual if self._first_norm is None else self._first_norm(residual)
         last = self._layers[-1]
         for index, layer in enumerate(self._layers):
@@ -167,7 +174,20 @@ class Decoder:
                 continue
             x, residual = self._join(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
+        if not self.makes_logits:
+            self._pipeline.send(residual)
         return x
+
+    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The residual stream at this rank's first layer: [tokens, hidden]."""
+        if not self._first:
+            return self._pipeline.receive(torch.empty(len(token_ids), self.spec.hidden_size, dtype=self._dtype, device=token_ids.device))
+        residual = self._embed(token_ids)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        if self._positions is not None:
+            residual = residual + self._positions[positions]
+        return residual
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -177,7 +197,7 @@ class Decoder:
     @torch.inference_mode()
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: as the head computes them, unless they are scaled or capped, which is done in float32."""
-        assert self._head is not None, "a model that pools makes no logits"
+        assert self._head is not None, "a model that pools, or a stage with others behind it, makes no logits"
         logits = self._head(hidden)
         if self._group.size > 1:
             logits = self._group.side_by_side(logits)[:, : self.spec.vocab_size].contiguous()
@@ -192,6 +212,7 @@ class Decoder:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [tokens, hidden]: each rank gives the rows that it has, and zeros."""
+        assert self._embedding is not None
         if self._group.size == 1:
             return self._ops.embedding(token_ids, self._embedding)
         row = token_ids - self._first_token
@@ -263,15 +284,16 @@ def _attention(index: int, parts: _Parts) -> Attention | LatentAttention:
     def linear(name: str) -> Linear:
         return parts.linear(prefix + name)
 
+    here = index - parts.shard.layers(spec.num_layers).start
     if (latent := spec.latent) is None:
         qk_norm = _qk_norm(prefix, parts)
-        return Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
+        return Attention(here, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights.tensors[prefix + name], spec.norm_eps, ops)
 
     return LatentAttention(
-        index,
+        here,
         spec.num_heads,
         linear("q_down") if latent.q_rank else None,
         norm("q_down_norm") if latent.q_rank else None,
@@ -309,11 +331,12 @@ def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, parts: _Parts) -> Mlp:
 def _layer(index: int, parts: _Parts) -> _Layer:
     prefix = f"layers.{index}."
     last = index == parts.spec.num_layers - 1
+    ends_here = index == parts.shard.layers(parts.spec.num_layers)[-1] and not last
     return _Layer(
         attention=_attention(index, parts),
         mlp=_mlp(prefix, parts.spec.mlp_of(index), parts),
         attention_post_norm=parts.norm(prefix + "attention_post_norm"),
         mlp_norm=parts.norm(prefix + "mlp_norm"),
         mlp_post_norm=parts.norm(prefix + "mlp_post_norm"),
-        next_norm=parts.norm("norm" if last else f"layers.{index + 1}.attention_norm"),
+        next_norm=None if ends_here else parts.norm("norm" if last else f"layers.{index + 1}.attention_norm"),
     )

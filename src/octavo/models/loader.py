@@ -24,10 +24,11 @@ from octavo.models.decoder import Model, Weights
 from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
 from octavo.models.registry import model_spec, supported_architectures
-from octavo.models.sharding import Shard, shard_spec
-from octavo.models.spec import ModelSpec, parameters
+from octavo.models.sharding import Division, Shard
+from octavo.models.spec import ModelSpec
 from octavo.ops.registry import Ops
 from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 from octavo.weights.gguf import open_gguf, rope_divisors
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
@@ -40,12 +41,20 @@ Progress = Callable[[str, int, int], None]
 _PHASE = "weights"
 
 
-def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress, group: TensorGroup = ALONE) -> Model:
+def load_model(
+    config: EngineConfig,
+    ops: Ops,
+    device: torch.device,
+    progress: Progress,
+    group: TensorGroup = ALONE,
+    pipeline: Pipeline = NO_PIPELINE,
+) -> Model:
     """Build the model that the config names and fill it.
 
     Args:
         progress: called with ("weights", bytes done, bytes in all), first with 0 and last with the total.
-        group: the ranks that share the model; this one's share is loaded.
+        group: the ranks that share each layer; this one's share is loaded.
+        pipeline: this rank's place among those that have other layers.
 
     Raises:
         UnsupportedModel: an architecture or a format that does not run here.
@@ -54,9 +63,9 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     """
     model = config.model
     if runs_through_transformers(config):
-        if group.size > 1:
+        if config.parallel.world > 1:
             raise ConfigError(
-                f"--tensor-parallel-size {group.size}: {model.architecture} runs through transformers, which cannot be divided."
+                f"{model.architecture} runs through transformers, which cannot be divided: it takes one rank, not {config.parallel.world}."
             )
         progress(_PHASE, 0, 1)
         fallback = load_fallback(config, device)
@@ -68,11 +77,11 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             f"--batch-invariant: the products of experts on a GPU depend on the batch, and {spec.architecture} has experts. Leave it out."
         )
     dtype: torch.dtype = getattr(torch, model.dtype)
-    shard = Shard(group.rank, group.size, config.parallel.whole_experts and spec.moe is not None)
-    kept = shard_spec(spec, shard)
-    if dtype != torch.float32 or not compilable(spec) or group.size > 1:
+    whole_experts = config.parallel.whole_experts and spec.moe is not None
+    shard = Shard(group.rank, group.size, whole_experts, pipeline.stage, pipeline.stages)
+    if dtype != torch.float32 or not compilable(spec) or config.parallel.world > 1:
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
-    needed = sum(math.prod(p.shape) for p in parameters(kept)) * dtype.itemsize
+    needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
     room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
@@ -90,6 +99,7 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             threads=config.device.threads,
             activations=config.device.activations,
             group=group,
+            pipeline=pipeline,
             shard=shard,
         )
 

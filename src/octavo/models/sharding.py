@@ -27,6 +27,23 @@ class Shard:
     size: int = 1
     whole_experts: bool = False
     """Experts are dealt out, instead of each being divided."""
+    stage: int = 0
+    """Which of consecutive ranges of layers."""
+    stages: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Has the final norm and the head."""
+        return self.stage == self.stages - 1
+
+    def layers(self, count: int) -> range:
+        """This stage's of `count` layers: equally many, as far as that goes."""
+        return range(count * self.stage // self.stages, count * (self.stage + 1) // self.stages)
 
 
 WHOLE_MODEL = Shard()
@@ -50,6 +67,10 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         ConfigError: something does not divide; says what, and which sizes would do.
     """
     size = shard.size
+    if shard.stages > spec.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {shard.stages}: this {spec.architecture} has {spec.num_layers} layers, one for each stage at least. Lower it."
+        )
     if size == 1:
         return spec
     _check(spec, shard)
@@ -116,7 +137,16 @@ class Division:
         self.whole = spec
         self.shard = shard
         self.spec = shard_spec(spec, shard)
-        self.parameters = {p.name: p for p in parameters(self.spec)}
+        self.parameters = {p.name: p for p in parameters(self.spec) if self._here(p.name)}
+
+    def _here(self, name: str) -> bool:
+        """Whether this stage has a parameter."""
+        shard = self.shard
+        if name.startswith("layers."):
+            return int(name.split(".", 2)[1]) in shard.layers(self.spec.num_layers)
+        if name == "embed":
+            return shard.first or (shard.last and self.spec.tied_embeddings and self.spec.has_head)
+        return shard.first if name == "positions" else shard.last
 
     def piece(self, parameter: Parameter, part: str | None) -> Piece | None:
         """What this rank keeps of a tensor that fills `part` of a whole model's parameter; None: nothing.
@@ -124,6 +154,8 @@ class Division:
         Args:
             part: None for all of it.
         """
+        if parameter.name not in self.parameters:
+            return None
         if self.shard.size == 1:
             return Piece(WHOLE, part)
         spec, head_dim = self.whole, self.whole.head_dim

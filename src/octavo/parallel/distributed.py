@@ -1,20 +1,27 @@
-"""Ranks in processes of their own: how they find each other, and `TensorGroup` over torch.distributed (NCCL on GPUs, Gloo on CPUs)."""
+"""Ranks in processes of their own: how they find each other, and what they do together over torch.distributed (NCCL on GPUs, Gloo on
+CPUs)."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
 
+from octavo.config.types import ParallelConfig
 from octavo.errors import ConfigError
 
 MEET_TIMEOUT = timedelta(seconds=300)
 """The last rank may still be importing or loading when the first is there."""
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
 
 
 @dataclass(frozen=True)
@@ -56,53 +63,88 @@ def join_meeting(address: str, rank: int, size: int) -> Meeting:
     return Meeting(store, rank, size)
 
 
-class DistributedGroup:
-    """Implements `TensorGroup` among all ranks of a meeting.
+class World:
+    """This process's place among all ranks of an engine, and the groups that follow from it.
 
-    Args:
-        device: of the tensors that are summed.
+    Rank 0, which the engine talks to, is in the last stage: that one samples. The ranks of a stage are neighbours.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        self.rank = meeting.rank
-        self.size = meeting.size
-        if "GLOO_SOCKET_IFNAME" not in os.environ and _here(meeting.store):
+    def __init__(self, meeting: Meeting, parallel: ParallelConfig, device: torch.device) -> None:
+        """
+        Args:
+            device: of the tensors that are passed around.
+        """
+        if "GLOO_SOCKET_IFNAME" not in os.environ and getattr(meeting.store, "host", "") in _LOCAL:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # host names need not resolve
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend,
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=meeting.store,
             rank=meeting.rank,
             world_size=meeting.size,
             timeout=MEET_TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
+        tensor, rank = parallel.tensor, meeting.rank
+        # Every rank has to call for every group.
+        groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
+        self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor)
+        stage = parallel.pipeline - 1 - rank // tensor
+        self.pipeline = DistributedPipeline(stage, parallel.pipeline, before=rank + tensor, behind=rank - tensor)
+
+    @staticmethod
+    def smallest(number: int) -> int:
+        """See `Ranks.smallest`."""
+        least = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
+
+    @staticmethod
+    def close() -> None:
+        """Leave the others."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class DistributedGroup:
+    """Implements `TensorGroup`."""
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorGroup.sum`."""
-        dist.all_reduce(x)
+        if self.size > 1:
+            dist.all_reduce(x, group=self._group)
         return x
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorGroup.side_by_side`."""
         rows, columns = x.shape
         gathered = torch.empty(self.size * rows, columns, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(gathered, x.contiguous())
+        _gather(gathered, x.contiguous(), group=self._group)
         return gathered.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
-    def smallest(self, number: int) -> int:
-        """See `TensorGroup.smallest`."""
-        least = torch.tensor(number, dtype=torch.int64)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        return int(least)
 
-    def close(self) -> None:
-        """Leave. Nobody can sum with this rank any more."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+class DistributedPipeline:
+    """Implements `Pipeline`.
 
+    Args:
+        before, behind: the ranks with the neighbouring layers, where there are any.
+    """
 
-def _here(store: Store) -> bool:
-    """Whether the ranks meet on this host."""
-    host: str = getattr(store, "host", "")
-    return host in ("127.0.0.1", "localhost", "::1")
+    def __init__(self, stage: int, stages: int, *, before: int, behind: int) -> None:
+        self.stage = stage
+        self.stages = stages
+        self._before = before
+        self._behind = behind
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        """See `Pipeline.receive`."""
+        dist.recv(out, self._before)
+        return out
+
+    def send(self, x: torch.Tensor) -> None:
+        """See `Pipeline.send`."""
+        dist.send(x.contiguous(), self._behind)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
+
 
 class TensorGroup(Protocol):
     """Every rank calls the same methods in the same order, with tensors of the same shape."""
@@ -33,9 +35,6 @@ class TensorGroup(Protocol):
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' x [rows, n] -> [rows, size * n], in the order of the ranks."""
 
-    def smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers. Waits for everybody: not for a step."""
-
 
 class Alone:
     """A group of one. Implements `TensorGroup`."""
@@ -49,9 +48,6 @@ class Alone:
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def smallest(self, number: int) -> int:
-        return number
-
 
 ALONE = Alone()
 
@@ -61,6 +57,11 @@ class Ranks:
     """A rank's place among those that compute a model together."""
 
     group: TensorGroup = ALONE
+    """Those that share its layers."""
+    pipeline: Pipeline = NO_PIPELINE
+    """Those that have the others."""
+    smallest: Callable[[int], int] = lambda number: number
+    """The smallest of the numbers that all ranks give. Waits for all: not for a step."""
     local_rank: int = 0
     """Among the ranks of this host: which GPU it takes."""
     close: Callable[[], None] = lambda: None
@@ -68,7 +69,7 @@ class Ranks:
 
     def device(self, kind: str) -> torch.device:
         """What this rank computes on."""
-        return torch.device(kind) if self.group.size == 1 else device_of(kind, self.local_rank)
+        return torch.device(kind) if self is ONE_RANK else device_of(kind, self.local_rank)
 
 
 ONE_RANK = Ranks()

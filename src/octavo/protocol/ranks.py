@@ -67,6 +67,8 @@ class RankBoot:
     """File descriptor that `FromRank` messages go to."""
     defer: bool
     """Leave for `PrepareNow` what can wait."""
+    from_main_thread: bool
+    """The engine's main thread starts the process: it may be killed when that thread ends."""
     log_level: int
 
 

@@ -87,12 +87,12 @@ class Worker:
         self._next_capture = 0.0
         """When a busy worker may capture again."""
         # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
-        torch.set_num_threads(1 if config.device.native_kernels else max(1, config.device.threads // ranks.group.size))
+        torch.set_num_threads(1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.world))
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
             self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
-            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group)
+            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
             scheduler = config.scheduler
@@ -103,7 +103,8 @@ class Worker:
         with self._phase("memory"):
             bytes_per_block = attention_class(config, layers).bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
-            budget = dataclasses.replace(budget, cache=ranks.group.smallest(budget.cache))
+            blocks = ranks.smallest(budget.cache // bytes_per_block)
+            budget = dataclasses.replace(budget, cache=blocks * bytes_per_block)
             size = size_cache(config, budget, bytes_per_block)
             self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
         with self._phase("cache"):
@@ -112,7 +113,14 @@ class Worker:
             self._graphs = self._make_graphs(self._attention, self._to_capture.shapes)
             self._capture(progress, defer=defer_graphs)
         self._runner = Runner(
-            self._model, self._attention, self._tables, self._state, self._sampler, self._graphs, self._native_steps(self._attention)
+            self._model,
+            self._attention,
+            self._tables,
+            self._state,
+            self._sampler,
+            self._graphs,
+            self._native_steps(self._attention),
+            divisible=config.parallel.world == 1,
         )
         with self._phase("warm-up"):
             for plan in first_steps(config):
