@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
-from octavo.ops.packed import DenseWeight, LinearWeight
+from octavo.ops.packed import DenseWeight, LinearWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import low_bit_linear
 
 _ROWS_HINT: Final = 32
@@ -48,6 +48,9 @@ def pack_coded(rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
 
 def linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """See `ops.registry.Linear`."""
+    if isinstance(weight, SegmentedWeight):
+        parts = torch.cat([linear(x, part, None) for part in weight.parts], -1)
+        return parts if bias is None else parts + bias
     if not isinstance(weight, DenseWeight):
         return low_bit_linear(x, weight, bias)
     if weight.layout == "plain":

@@ -18,7 +18,9 @@ FLOAT8_MAX: Final = 448.0
 
 
 def pack_coded(rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
-    """See `ops.registry.PackCoded`. Groups that no layout has (not a multiple of 32 columns) are dequantised."""
+    """See `ops.registry.PackCoded`. Groups that no layout has (not a multiple of 32 columns, or cut) are dequantised."""
+    if rows.group_of is not None and (rows.table is not None or rows.codes.dtype == FLOAT8):
+        return DenseWeight.plain(dequantize(rows, dtype))
     if rows.codes.dtype == FLOAT8:
         return _pack_float8(rows)
     ordered, columns = _in_order(rows)
@@ -26,7 +28,7 @@ def pack_coded(rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
     if fitting is None:
         return DenseWeight.plain(dequantize(rows, dtype))
     if rows.table is not None:
-        return _pack_table(fitting) if columns is None else DenseWeight.plain(dequantize(rows, dtype))
+        return _pack_table(fitting)
     return _pack_int4(fitting, rows.shape[1], columns) if rows.bits == 4 else _pack_int8(fitting, rows.shape[1], columns)
 
 
