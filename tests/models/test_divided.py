@@ -59,6 +59,18 @@ def test_experts_dealt_out_whole(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(logits, run(load(tmp_path), IDS), atol=1e-4, rtol=1e-4)
 
 
+QUANTIZED = Path(__file__).parents[1] / "fixtures" / "quantized"
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in QUANTIZED.iterdir() if (p / "config.json").exists()))
+@pytest.mark.parametrize("size", [2, 4])
+def test_low_bit_checkpoints(name: str, size: int) -> None:
+    """Groups are cut where ranks are; a rank's scales are those of its part."""
+    expected = run(load(QUANTIZED / name), IDS)
+    for logits in logits_of_ranks(QUANTIZED / name, size):
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen2", vocab_size=131, tie_word_embeddings=True)
     for logits in logits_of_ranks(tmp_path, 2):

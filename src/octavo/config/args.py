@@ -64,12 +64,16 @@ class EngineArgs:
     hf_overrides: dict[str, Any] = setting({}, "JSON: values that replace entries of the model's config.json.", group="model")
     dtype: str = setting(
         "auto",
-        "Weights and activations. auto: bf16 stays bf16, fp32 and fp16 become fp16 on a GPU; float32 on a CPU.",
+        "Weights and activations. auto: bf16 stays bf16, fp32 and fp16 become fp16 on a GPU (bf16 where the weights are quantised); float32 on a CPU.",
         group="model",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
     quantization: str | None = setting(
-        None, "Weight format. Default: what the checkpoint says.", group="model", short="q", status="not yet"
+        None,
+        "How the weights are stored; the checkpoint says so itself. fp8 and int8 also round the weights of a full-precision checkpoint "
+        "while they are loaded.",
+        group="model",
+        short="q",
     )
     load_format: str = setting(
         "auto",

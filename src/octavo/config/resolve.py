@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from octavo.config.args import EngineArgs
+from octavo.config.quantization import quantization_method
 from octavo.config.sizes import parse_size
 from octavo.config.types import (
     AttentionName,
@@ -183,9 +184,9 @@ def _model(
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
         raise UnsupportedModel(f"{name}: its config names no architecture ('architectures'), so Octavo cannot tell how to run it.")
-    if hf_config.get("quantization_config"):
-        method = dict(hf_config["quantization_config"]).get("quant_method", "unknown")
-        raise NotYet(f"{name}: its weights are quantised ({method}), which Octavo does not read yet. Use an unquantised copy.")
+    quantization = quantization_method(args.quantization, hf_config, name)
+    if quantization is not None and path.endswith(".gguf"):
+        raise ConfigError(f"--quantization {args.quantization}: the weights of a GGUF file stay as they are. Leave the option out.")
     vocab_size = hf_config.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise CheckpointError(f"{name}: its config has no usable vocab_size (found {vocab_size!r}).")
@@ -212,6 +213,7 @@ def _model(
         max_logprobs=max_logprobs,
         logprobs_mode=args.logprobs_mode,
         implementation=args.model_impl,
+        quantization=quantization,
     )
 
 
@@ -241,7 +243,9 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
         return "float32"
     else:
         stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16").removeprefix("torch.")
-        dtype = "bfloat16" if stored == "bfloat16" else "float16"
+        # Low-bit weights published as float16 were seldom checked for overflow in it; bfloat16 cannot overflow there.
+        wide = hf_config.get("quantization_config") is not None and device.capability >= (8, 0)
+        dtype = "bfloat16" if stored == "bfloat16" or wide else "float16"
     if dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
         if args.dtype != "auto":
             raise ConfigError(f"{device.name} cannot compute in bfloat16. Use --dtype float16.")

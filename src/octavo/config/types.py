@@ -81,6 +81,8 @@ class ModelConfig:
     logprobs_mode: str
     implementation: str = "auto"
     """auto, octavo or transformers; see `EngineArgs.model_impl`."""
+    quantization: str | None = None
+    """How the weights are stored, or rounded while loading where the config has no quantization_config; None: not quantised."""
     pooling: PoolingConfig | None = None
     """The engine pools (embeddings, classes, scores) instead of generating."""
 

@@ -15,9 +15,12 @@ from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.packed import EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight
+from octavo.ops.coded import CodedRows, joined
+from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
 from octavo.ops.registry import Ops
+from octavo.quantization.on_the_fly import OnTheFly, round_weight
 from octavo.weights.arrange import reordered, stacked, transposed, with_shape
+from octavo.weights.block_rows import block_rows
 from octavo.weights.divide import WHOLE, divided
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
@@ -46,6 +49,7 @@ class Assembly:
         prefix: str = "",
         strip: tuple[str, ...] = (),
         ignored: str | None = None,
+        on_the_fly: OnTheFly | None = None,
     ) -> None:
         """
         Args:
@@ -53,6 +57,7 @@ class Assembly:
             prefix: what checkpoints of the model without its head leave out in front of every name.
             strip: what some checkpoints put in front of every name.
             ignored: regular expression of tensors that are left out where the model has no place for them.
+            on_the_fly: what full-precision weights of the layers' linear parts are rounded to.
         """
         self._spec = spec
         self._targets = targets
@@ -78,6 +83,9 @@ class Assembly:
         self._segments: dict[str, dict[int, Panels]] = {}
         """Parameter -> first row -> rows packed for a compiled decoder."""
         self._panels: dict[str, PanelWeight] = {}
+        self._coded: dict[str, dict[int, CodedRows]] = {}
+        """Parameter -> first row -> low-bit rows."""
+        self._on_the_fly = on_the_fly
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
         self._nbytes = 0
@@ -101,12 +109,14 @@ class Assembly:
         part = target.part.format(**numbers) if target is not None and target.part else None
         if parameter is None and self._left_out is not None and self._left_out.search(stored.name):
             return
+        if parameter is None and stored.spare and _all_zero(stored):
+            return
         if target is None or parameter is None or (part is not None and part not in parameter.parts):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
                 f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
             )
-        if target.transposed:
+        if target.transposed and stored.coded is None:  # quantisers store [outputs, inputs], whatever the model's own files have
             stored = transposed(stored)
         if parameter.kind == "experts" and len(stored.shape) == 3:
             stored = stacked(stored)
@@ -149,11 +159,15 @@ class Assembly:
         """Fill what a piece of a tensor fills of our own parameter."""
         start, stop = parameter.parts[piece.place] if piece.place else (0, parameter.shape[0])
         if self._packs(parameter):
-            self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
+            self._segments.setdefault(parameter.name, {})[start] = self._pack(parameter, stored)
+            return
+        kept = divided(stored, piece.part)
+        if parameter.kind == "linear" and kept.coded is not None and not piece.pad:
+            self._coded.setdefault(parameter.name, {})[start] = kept.coded()
             return
         rows = self._buffer(parameter)[start:stop]
-        if piece.part.rows is None or len(piece.part.rows):
-            divided(stored, piece.part).copy_into(rows[: stop - start - piece.pad])
+        if piece.pad < stop - start:
+            kept.copy_into(rows[: stop - start - piece.pad])
         if piece.pad:
             rows[-piece.pad :].zero_()
 
@@ -168,15 +182,38 @@ class Assembly:
         """Whether the parameter is packed for a compiled decoder, part by part and as the checkpoint has it."""
         return self._ops.decoder is not None and parameter.kind in ("linear", "embedding")
 
-    def _pack(self, stored: StoredTensor) -> Panels:
+    def _pack(self, parameter: Parameter, stored: StoredTensor) -> Panels:
         kernels = self._ops.decoder
         assert kernels is not None
+        if stored.coded is not None:
+            return kernels.pack_rows(block_rows(stored.coded()))
         rows = None if stored.encoded is None else stored.encoded()
-        if rows is not None and rows.encoding in kernels.encodings:
+        rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
+        if rows is not None and rows.encoding in kernels.encodings and not (rounds and rows.encoding in ("F32", "F16", "BF16")):
             return kernels.pack_rows(rows)
         tensor = torch.empty(stored.shape, dtype=torch.float32)
         stored.copy_into(tensor)
-        return kernels.pack_rows(_float_rows(tensor))
+        return kernels.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
+
+    def _rounded(self, parameter: Parameter, weight: torch.Tensor) -> CodedRows:
+        assert self._on_the_fly is not None
+        if not bool(torch.isfinite(weight).all()):
+            raise CheckpointError(f"The weight {self._source_name(parameter.name, None)} holds NaN or infinity.")
+        return round_weight(weight, self._on_the_fly)
+
+    def _low_bit(self, parameter: Parameter) -> LinearWeight:
+        """A linear layer of which at least a part is stored in few bits."""
+        coded, dense = self._coded.pop(parameter.name), self._partial.pop(parameter.name, None)
+        if dense is None and (whole := joined([coded[start] for start in sorted(coded)])) is not None:
+            return self._ops.pack_coded(whole, self._dtype)
+        parts = []
+        for start, stop in sorted(parameter.parts.values()) or [(0, parameter.shape[0])]:
+            if start in coded:
+                parts.append(self._ops.pack_coded(coded[start], self._dtype))
+            else:
+                assert dense is not None
+                parts.append(self._ops.pack_linear(dense[start:stop].clone()))
+        return SegmentedWeight.of(parts)
 
     def _complete_panels(self, parameter: Parameter) -> None:
         parts = self._segments.pop(parameter.name)
@@ -187,6 +224,10 @@ class Assembly:
     def _complete(self, parameter: Parameter) -> None:
         if self._packs(parameter):
             self._complete_panels(parameter)
+            return
+        if parameter.name in self._coded:
+            self._linears[parameter.name] = low_bit = self._low_bit(parameter)
+            self._nbytes += low_bit.nbytes
             return
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
@@ -202,8 +243,13 @@ class Assembly:
             self._nbytes += tensor.nbytes
         if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings and self._spec.has_head):
             name = "head" if parameter.name == "embed" else parameter.name
-            self._linears[name] = packed = self._ops.pack_linear(tensor)
-            self._nbytes += 0 if packed.data is tensor and parameter.kind != "linear" else packed.nbytes
+            if self._on_the_fly is not None and _can_be_rounded(parameter):
+                packed = self._ops.pack_coded(self._rounded(parameter, tensor), self._dtype)
+            else:
+                packed = self._ops.pack_linear(tensor)
+            self._linears[name] = packed
+            shared = isinstance(packed, DenseWeight) and packed.data is tensor and parameter.kind != "linear"
+            self._nbytes += 0 if shared else packed.nbytes
 
     def fill_dummy(self, seed: int) -> Iterator[int]:
         """Fill every parameter with random values; yields the bytes done after each."""
@@ -284,6 +330,17 @@ def _float_rows(tensor: torch.Tensor) -> EncodedRows:
     """A float32 matrix as rows to be packed."""
     rows, columns = tensor.shape
     return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)))
+
+
+def _can_be_rounded(parameter: Parameter) -> bool:
+    """Whether a parameter is one that loses little in 8 bits: the head and what routes between experts choose, and stay."""
+    return parameter.kind == "linear" and not parameter.name.startswith(("head", "classifier")) and "router" not in parameter.name
+
+
+def _all_zero(stored: StoredTensor) -> bool:
+    tensor = torch.empty(stored.shape, dtype=torch.float32)
+    stored.copy_into(tensor)
+    return not bool(tensor.any())
 
 
 def _parts(parameter: Parameter) -> set[str | None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from octavo.ops.coded import CodedRows
 from octavo.weights.stored import StoredTensor
 
 
@@ -50,7 +52,24 @@ def divided(stored: StoredTensor, part: Part) -> StoredTensor:
         destination.copy_(part_of_it)
 
     nbytes = stored.nbytes * math.prod(shape) // max(1, math.prod(stored.shape))
-    return replace(stored, shape=shape, nbytes=nbytes, copy_into=copy_into, copy_region=None, encoded=None)
+    coded = None if stored.coded is None else _coded(stored.coded, part)
+    return replace(stored, shape=shape, nbytes=nbytes, copy_into=copy_into, copy_region=None, encoded=None, raw=None, coded=coded)
+
+
+def _coded(inner: Callable[[], CodedRows], part: Part) -> Callable[[], CodedRows]:
+    def coded() -> CodedRows:
+        kept = inner()
+        if part.rows is not None:
+            run = _run(part.rows)
+            order = torch.from_numpy(part.rows).to(kept.codes.device)
+            kept = kept.select_rows(order) if run is None else kept.narrow_rows(run.start, run.stop)
+        if part.columns is not None:
+            run = _run(part.columns)
+            assert run is not None, "the inputs of a linear layer are divided in order"
+            kept = kept.narrow_columns(run.start, run.stop)
+        return kept
+
+    return coded
 
 
 def _run(indices: npt.NDArray[np.int64]) -> slice | None:

@@ -78,7 +78,8 @@ def test_bad_settings(settings: dict[str, Any], error: type[OctavoError], words:
         ({"vocab_size": "many"}, CheckpointError),
         ({"max_position_embeddings": -1}, CheckpointError),
         ({"rope_scaling": 3}, CheckpointError),
-        ({"quantization_config": {"quant_method": "awq"}}, NotYet),
+        ({"quantization_config": {"quant_method": "quip"}}, UnsupportedModel),
+        ({"quantization_config": "awq"}, CheckpointError),
     ],
 )
 def test_bad_model_config(hf: dict[str, Any], error: type[OctavoError]) -> None:
