@@ -87,9 +87,18 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
     from octavo.worker.worker import Worker
 
     meeting, address = open_meeting(config.parallel.world)
+
+    def first() -> Worker:
+        ranks = _together(meeting, config, 0)
+        try:
+            return Worker(config, progress, defer_graphs=defer, ranks=ranks)
+        except BaseException:
+            ranks.close()  # this process may try again
+            raise
+
     return RanksExecutor(
         config,
-        lambda: Worker(config, progress, defer_graphs=defer, ranks=_together(meeting, config, 0)),
+        first,
         rendezvous=address,
         module="octavo.engine.rank",
         lost=lost,

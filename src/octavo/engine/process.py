@@ -82,6 +82,7 @@ class Mailbox:
         self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
         self._inbox.connect(boot.inbox)
         self._outbox.connect(boot.outbox)
+        self._giving_up = threading.Lock()
         self._alarm = self._context.socket(zmq.PUSH)
         self._alarm.setsockopt(zmq.LINGER, LINGER_MS)
         self._alarm.connect(boot.outbox)
@@ -92,11 +93,15 @@ class Mailbox:
         self._outbox.send(self._encoder.encode(message))
 
     def give_up(self, message: str, kind: str) -> None:
-        """End the process, whatever the main thread waits for: the frontend starts another, and sends the live requests again."""
-        self._alarm.send(self._encoder.encode(EngineFailed(message, kind=kind)))
-        self._alarm.close()  # sends what is left
-        time.sleep(LAST_WORDS_SECONDS)
-        os._exit(1)
+        """End the process, whatever the main thread waits for: the frontend starts another, and sends the live requests again.
+
+        Never returns, and says only what the first caller says.
+        """
+        with self._giving_up:
+            self._alarm.send(msgspec.msgpack.encode(EngineFailed(message, kind=kind)))
+            self._alarm.close()  # sends what is left
+            time.sleep(LAST_WORDS_SECONDS)
+            os._exit(1)
 
     def receive(self, *, block: bool) -> ToEngine | None:
         """The next message; None when there is none (or when it could not be read, which is logged)."""

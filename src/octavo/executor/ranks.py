@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from octavo.protocol.step import CacheShape, StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 Lost = Callable[[str, str], None]
-"""(message, kind of OctavoError): a rank is gone, and the engine with it. Called from any thread."""
+"""(message, kind of OctavoError): a rank is gone, and the engine with it. Called from any thread, perhaps from several."""
 
 _LENGTH = struct.Struct("<I")
 STOP_SECONDS = 5.0
@@ -66,7 +66,7 @@ class RanksExecutor:
         worker_factory: makes rank 0, here and now; called once the others are on their way.
         rendezvous: where the ranks find each other.
         module: what a rank's process runs.
-        lost: what to do when a rank is gone.
+        lost: what to do when a rank is gone; may never return.
         defer: leave for `prepare` what can wait.
 
     Raises:
@@ -81,6 +81,7 @@ class RanksExecutor:
         self._lost = lost
         self._closing = False
         self._failure: str | None = None
+        self._kind = ""
         self._submitted: list[float] = []
         """When each step not collected yet was."""
         self._late = config.device.kind == "cpu" and config.parallel.pipeline > 1
@@ -157,19 +158,27 @@ class RanksExecutor:
         try:
             if self._waiting:
                 self._launch(self._waiting.popleft())
-            return self._worker.collect()
+            with self._together():
+                return self._worker.collect()
         finally:
             self._submitted.pop(0)
 
     def _launch(self, plan: StepPlan) -> None:
-        try:
+        with self._together():
             self._worker.submit(plan)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what every rank does: if it fails here, the others wait for us in it."""
+        try:
+            yield
         except Exception as e:
-            # The others have launched the step, and wait for us in it. If it failed because of one of them, that is the better word.
+            # If it failed because one of them is gone, that is the better word.
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None, WATCH_SECONDS)
             self._fail(f"Rank 0 could not run a step that the other ranks are in: {type(e).__name__}: {e}", "")
-            raise EngineDead(self._failure or str(e)) from e
+            self._check()
+            raise
 
     def prepare(self, *, idle: bool) -> bool:
         """Rank 0 decides when; then all do it, since what is captured holds sums over ranks."""
@@ -195,14 +204,16 @@ class RanksExecutor:
             raise EngineDead("A rank does not take steps any more.") from None
 
     def _check(self) -> None:
+        """Go no further if a rank is gone: requests would get an error for what a restart mends."""
         if self._failure is not None:
+            self._lost(self._failure, self._kind)
             raise EngineDead(self._failure)
 
     def _fail(self, message: str, kind: str) -> None:
         with self._changed:
             first = self._failure is None and not self._closing
             if first:
-                self._failure = message
+                self._failure, self._kind = message, kind
             self._changed.notify_all()
         if first:
             logger.error("%s", message)
