@@ -88,7 +88,8 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
 
     meeting, address = open_meeting(config.parallel.world)
 
-    def first() -> Worker:
+    def first(check: Callable[[], None]) -> Worker:
+        meeting.wait_for_everybody(check)
         ranks = _together(meeting, config, 0)
         try:
             return Worker(config, progress, defer_graphs=defer, ranks=ranks)
@@ -110,7 +111,9 @@ def join(boot: RankBoot) -> Ranks:
     """The place of a rank that another process has started."""
     from octavo.parallel.distributed import join_meeting
 
-    return _together(join_meeting(boot.rendezvous, boot.rank, boot.config.parallel.world), boot.config, boot.local_rank)
+    meeting = join_meeting(boot.rendezvous, boot.rank, boot.config.parallel.world)
+    meeting.wait_for_everybody(lambda: None)  # the engine ends us if somebody does not come
+    return _together(meeting, boot.config, boot.local_rank)
 
 
 def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:

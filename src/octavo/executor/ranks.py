@@ -63,7 +63,7 @@ class RanksExecutor:
     """Implements `executor.base.Executor`.
 
     Args:
-        worker_factory: makes rank 0, here and now; called once the others are on their way.
+        worker_factory: makes rank 0, here and now, once the others are on their way; given what raises if one of them is gone.
         rendezvous: where the ranks find each other.
         module: what a rank's process runs.
         lost: what to do when a rank is gone; may never return.
@@ -74,7 +74,14 @@ class RanksExecutor:
     """
 
     def __init__(
-        self, config: EngineConfig, worker_factory: Callable[[], FirstRank], *, rendezvous: str, module: str, lost: Lost, defer: bool
+        self,
+        config: EngineConfig,
+        worker_factory: Callable[[Callable[[], None]], FirstRank],
+        *,
+        rendezvous: str,
+        module: str,
+        lost: Lost,
+        defer: bool,
     ) -> None:
         self._config = config
         self._defer = defer
@@ -93,7 +100,7 @@ class RanksExecutor:
         self._watcher = threading.Thread(target=self._watch, name="octavo-ranks", daemon=True)
         self._watcher.start()
         try:
-            self._worker = worker_factory()
+            self._worker = worker_factory(self._check)
             self._until_ready()
         except BaseException:
             self._end_children()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,7 @@ from octavo.errors import ConfigError
 
 MEET_TIMEOUT = timedelta(seconds=300)
 """The last rank may still be importing or loading when the first is there."""
+MEET_PAUSE = 0.02
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,6 +33,17 @@ class Meeting:
     store: Store
     rank: int
     size: int
+
+    def wait_for_everybody(self, check: Callable[[], None]) -> None:
+        """Until all ranks have come as far as this.
+
+        Args:
+            check: called while some are missing; what it raises ends the wait. What follows waits for everybody without asking.
+        """
+        self.store.add("here", 1)
+        while self.store.add("here", 0) < self.size:
+            check()
+            time.sleep(MEET_PAUSE)
 
 
 def open_meeting(size: int, *, host: str = "127.0.0.1", port: int = 0) -> tuple[Meeting, str]:
