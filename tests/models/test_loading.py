@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
-from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
+from octavo.errors import CheckpointError, ConfigError, OctavoError
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import load, run
@@ -114,12 +114,6 @@ def test_nan_in_the_config(tiny: Path, key: str) -> None:
 def test_weights_that_belong_to_another_config(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text()) | {"hidden_size": 64}
     with pytest.raises(CheckpointError, match="the config asks for"):
-        load(tiny, hf_config=config)
-
-
-def test_quantised_checkpoint_is_refused(tiny: Path) -> None:
-    config = json.loads((tiny / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
-    with pytest.raises(UnsupportedModel, match="gptq"):
         load(tiny, hf_config=config)
 
 

@@ -252,10 +252,11 @@ def test_a_token_does_not_depend_on_its_company(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [[], [13], [4, 13, 22]])
-@pytest.mark.parametrize("ops", ["cpu", "native"])
-def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, ops: str, wanted: list[int]) -> None:
+@pytest.mark.parametrize(("name", "ops"), [("qwen3", "cpu"), ("qwen3", "native"), ("deepseek-v3", "cpu")])
+def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, name: str, ops: str, wanted: list[int]) -> None:
     """Also what the last layer leaves in the cache: the next tokens see all that came before."""
-    save_tiny(tmp_path, "qwen3")
+    family, overrides = CASES[name]
+    save_tiny(tmp_path, family, **overrides)
     model = load(tmp_path, ops=ops)
     ids, positions = torch.tensor(IDS[:23]), torch.arange(23)
     some, whole = ContiguousAttend(model.layer_specs), ContiguousAttend(model.layer_specs)

@@ -150,7 +150,7 @@ class ScriptedCore:
         return LogprobRow(token, -0.5, 1, top, [-0.5 - 0.25 * i for i in range(k)])
 
 
-def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tuple[ScriptedCore, EngineReady]:
+def build(config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object) -> tuple[ScriptedCore, EngineReady]:
     """Like `octavo.engine.build.build_engine`."""
     for done in range(3):
         progress("weights", done, 2)
@@ -176,20 +176,20 @@ def build(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tu
     return ScriptedCore(config), ready
 
 
-def build_refuses(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tuple[ScriptedCore, EngineReady]:
+def build_refuses(config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object) -> tuple[ScriptedCore, EngineReady]:
     """Cannot start, and says why."""
     raise CheckpointError("model.safetensors is truncated: tensor lm_head.weight ends past the end of the file.")
 
 
-def build_raises(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tuple[ScriptedCore, EngineReady]:
+def build_raises(config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object) -> tuple[ScriptedCore, EngineReady]:
     raise RuntimeError("boom")
 
 
-def build_dies(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tuple[ScriptedCore, EngineReady]:
+def build_dies(config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object) -> tuple[ScriptedCore, EngineReady]:
     os._exit(77)
 
 
-def build_once(config: EngineConfig, progress: Callable[[str, int, int], None]) -> tuple[ScriptedCore, EngineReady]:
+def build_once(config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object) -> tuple[ScriptedCore, EngineReady]:
     """Starts the first time only: OCTAVO_TEST_MARKER names a file that it leaves behind."""
     marker = os.environ["OCTAVO_TEST_MARKER"]
     if os.path.exists(marker):

@@ -20,6 +20,8 @@ GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files of older quantisers -> the method they stand for."""
 _GGUF_SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -67,7 +69,8 @@ def open_folder(folder: Path, name: str, overrides: Mapping[str, Any] | None, lo
         if ggufs:
             return open_gguf(_only_gguf(folder, ggufs), name, overrides, generation_from=folder)
         raise _not_a_model(folder, load_format)
-    config = _checked_config(apply_overrides(read_json_object(folder / CONFIG), overrides), folder / CONFIG)
+    stored = read_json_object(folder / CONFIG)
+    config = _checked_config(apply_overrides(stored | quantization_config(folder, stored), overrides), folder / CONFIG)
     generation = read_json_object(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
     weights = () if load_format == "dummy" else safetensors_files(folder)
     if not weights and ggufs and load_format == "auto":
@@ -80,6 +83,20 @@ def open_folder(folder: Path, name: str, overrides: Mapping[str, Any] | None, lo
         generation_config=generation,
         weight_files=weights,
     )
+
+
+def quantization_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry `quantization_config` for a config.json that lacks it: older tools kept it in a file of its own, or called it otherwise."""
+    if config.get("quantization_config") is not None:
+        return {}
+    if isinstance(other := config.get("compression_config"), dict):
+        return {"quantization_config": {"quant_method": "compressed-tensors", **other}}
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            values = read_json_object(folder / name)
+            usual = "squeezellm" if method == "awq" and "wbits" in values else method
+            return {"quantization_config": {"quant_method": usual, **values}}
+    return {}
 
 
 def open_gguf(file: Path, name: str, overrides: Mapping[str, Any] | None, generation_from: Path | None = None) -> Checkpoint:

@@ -64,12 +64,16 @@ class EngineArgs:
     hf_overrides: dict[str, Any] = setting({}, "JSON: values that replace entries of the model's config.json.", group="model")
     dtype: str = setting(
         "auto",
-        "Weights and activations. auto: bf16 stays bf16, fp32 and fp16 become fp16 on a GPU; float32 on a CPU.",
+        "Weights and activations. auto: bf16 stays bf16, fp32 and fp16 become fp16 on a GPU (bf16 where the weights are quantised); float32 on a CPU.",
         group="model",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
     quantization: str | None = setting(
-        None, "Weight format. Default: what the checkpoint says.", group="model", short="q", status="not yet"
+        None,
+        "How the weights are stored; the checkpoint says so itself. fp8 and int8 also round the weights of a full-precision checkpoint "
+        "while they are loaded.",
+        group="model",
+        short="q",
     )
     load_format: str = setting(
         "auto",
@@ -185,14 +189,17 @@ class EngineArgs:
         "Default: off, or on with the environment variable VLLM_BATCH_INVARIANT=1.",
         group="execution",
     )
-    tensor_parallel_size: int = setting(1, "GPUs that share each layer.", group="execution", short="tp", status="not yet")
-    pipeline_parallel_size: int = setting(
-        1, "Groups of GPUs that share the layers between them.", group="execution", short="pp", status="not yet"
-    )
+    tensor_parallel_size: int = setting(1, "GPUs that share each layer (processes, on a CPU).", group="execution", short="tp")
+    pipeline_parallel_size: int = setting(1, "Groups of GPUs that share the layers between them.", group="execution", short="pp")
     data_parallel_size: int = setting(1, "Replicas.", group="execution", short="dp", status="not yet")
-    enable_expert_parallel: bool = setting(False, "Spread experts over GPUs.", group="execution", status="not yet")
+    enable_expert_parallel: bool = setting(
+        False, "With several GPUs: deal out whole experts, instead of a share of each.", group="execution"
+    )
     distributed_executor_backend: str | None = setting(
-        None, "How ranks are started.", group="execution", choices=("mp", "ray", "uni", "inline")
+        None,
+        "How ranks are started: mp is a process each on this host, and what is taken with several; ray comes later.",
+        group="execution",
+        choices=("mp", "ray", "uni", "inline"),
     )
     disable_custom_all_reduce: bool = setting(False, "Octavo chooses by itself; accepted and ignored.", group="execution", status="ignored")
     speculative_config: dict[str, Any] | None = setting(None, "JSON: speculative decoding.", group="execution", status="not yet")

@@ -148,7 +148,15 @@ def _cuda(threads: int) -> DeviceInfo | _NoGpu:
             there=True,
         )
     # Free memory needs a CUDA context: the worker, which has one, measures it.
-    return DeviceInfo(kind="cuda", name=called, total_bytes=total.value, free_bytes=total.value, threads=threads, capability=capability)
+    return DeviceInfo(
+        kind="cuda",
+        name=called,
+        total_bytes=total.value,
+        free_bytes=total.value,
+        threads=threads,
+        capability=capability,
+        count=count.value,
+    )
 
 
 _OLDEST, _OLDEST_CUDA_13 = (7, 0), (7, 5)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from octavo.config.args import EngineArgs
+from octavo.config.quantization import quantization_method
 from octavo.config.sizes import parse_size
 from octavo.config.types import (
     AttentionName,
@@ -67,6 +68,7 @@ _FOREIGN_ATTENTION = frozenset(
         "PALLAS",
     ]
 )
+MAX_CPU_RANKS = 64
 MAX_LENGTH = 2**31 - 1
 _BIG_GPU = 70 * 2**30
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
@@ -98,8 +100,9 @@ def resolve(
     warnings = _check(args)
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
     model = dataclasses.replace(model, pooling=pooling)
-    device = _kernels(args, model, device, warnings)
-    scheduler = _scheduler(args, model, device, warnings)
+    parallel = _parallel(args, model, device)
+    device = _kernels(args, model, device, parallel, warnings)
+    scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
     return EngineConfig(
         model=model,
         cache=_cache(args, model, device),
@@ -107,7 +110,7 @@ def resolve(
         attention=_attention(args, device, warnings),
         batch_invariant=_batch_invariant(args, model, device),
         device=device,
-        parallel=ParallelConfig(args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size),
+        parallel=parallel,
         reliability=ReliabilityConfig(args.engine_restarts, args.engine_hang_timeout, args.debug_scripted_model),
         enforce_eager=args.enforce_eager,
         warnings=tuple(warnings),
@@ -132,7 +135,10 @@ def _check(args: EngineArgs) -> list[str]:
             near = difflib.get_close_matches(str(value), meta["choices"], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{_flag(f.name)} {value!r} is not one of {', '.join(meta['choices'])}.{hint}")
-    if args.distributed_executor_backend in ("mp", "ray"):
+    several = args.tensor_parallel_size != 1 or args.pipeline_parallel_size != 1
+    if args.distributed_executor_backend == "ray" and several:
+        raise NotYet("--distributed-executor-backend ray: Octavo does not do this yet. Use mp, or leave it out.")
+    if args.distributed_executor_backend in ("mp", "ray") and not several:
         warnings.append(f"--distributed-executor-backend {args.distributed_executor_backend} has no effect with one GPU: steps run inline.")
     return warnings
 
@@ -178,9 +184,9 @@ def _model(
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
         raise UnsupportedModel(f"{name}: its config names no architecture ('architectures'), so Octavo cannot tell how to run it.")
-    if hf_config.get("quantization_config"):
-        method = dict(hf_config["quantization_config"]).get("quant_method", "unknown")
-        raise NotYet(f"{name}: its weights are quantised ({method}), which Octavo does not read yet. Use an unquantised copy.")
+    quantization = quantization_method(args.quantization, hf_config, name)
+    if quantization is not None and path.endswith(".gguf"):
+        raise ConfigError(f"--quantization {args.quantization}: the weights of a GGUF file stay as they are. Leave the option out.")
     vocab_size = hf_config.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise CheckpointError(f"{name}: its config has no usable vocab_size (found {vocab_size!r}).")
@@ -207,6 +213,7 @@ def _model(
         max_logprobs=max_logprobs,
         logprobs_mode=args.logprobs_mode,
         implementation=args.model_impl,
+        quantization=quantization,
     )
 
 
@@ -236,7 +243,9 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
         return "float32"
     else:
         stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16").removeprefix("torch.")
-        dtype = "bfloat16" if stored == "bfloat16" else "float16"
+        # Low-bit weights published as float16 were seldom checked for overflow in it; bfloat16 cannot overflow there.
+        wide = hf_config.get("quantization_config") is not None and device.capability >= (8, 0)
+        dtype = "bfloat16" if stored == "bfloat16" or wide else "float16"
     if dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
         if args.dtype != "auto":
             raise ConfigError(f"{device.name} cannot compute in bfloat16. Use --dtype float16.")
@@ -245,9 +254,31 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
     return dtype
 
 
-def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> DeviceInfo:
+def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> ParallelConfig:
+    """Who computes the model together. Whether it can be divided so is seen when its config is read."""
+    tensor, stages = _whole(args, "tensor_parallel_size"), _whole(args, "pipeline_parallel_size")
+    assert tensor is not None and stages is not None
+    parallel = ParallelConfig(tensor, stages, args.data_parallel_size, args.enable_expert_parallel)
+    flag = f"--tensor-parallel-size {tensor}" + (f" --pipeline-parallel-size {stages}" if stages > 1 else "")
+    if parallel.world > 1:
+        if device.kind == "cuda" and parallel.world > device.count:
+            raise ConfigError(f"{flag}: needs {parallel.world} GPUs, and there are {device.count}. Lower it.")
+        if device.kind == "cpu" and parallel.world > MAX_CPU_RANKS:
+            raise ConfigError(f"{flag}: at most {MAX_CPU_RANKS} on a CPU.")
+        if model.pooling is not None:
+            raise ConfigError(f"{flag}: a model that pools runs on one device. Leave it out.")
+        if args.debug_scripted_model is not None:
+            raise ConfigError(f"{flag}: a scripted model has nothing to divide. Leave it out.")
+    return parallel
+
+
+def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: ParallelConfig, warnings: list[str]) -> DeviceInfo:
     """The device with the choice of CPU kernels made."""
     usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch" and model.pooling is None
+    if usable and parallel.world > 1:
+        if args.cpu_kernels == "native":
+            raise ConfigError("--cpu-kernels native: they compute whole models, and this one is divided. Leave it out.")
+        usable = False
     if usable and not device.native_kernels:
         if args.cpu_kernels == "native":
             raise ConfigError(
@@ -337,7 +368,7 @@ def _batch_invariant(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -
     return True
 
 
-def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> SchedulerConfig:
+def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages: int, warnings: list[str]) -> SchedulerConfig:
     gpu = device.kind == "cuda"
     big = gpu and device.total_bytes >= _BIG_GPU
     seqs = _whole(args, "max_num_seqs") or (1024 if big else 256 if gpu else 64)
@@ -369,5 +400,6 @@ def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warning
         target_step_ms=target if target is not None else (None if gpu else 250.0),
         long_prefill_token_threshold=threshold,
         max_waiting=max_waiting,
-        inflight=1 if overlap else 0,
+        inflight=(1 if overlap else 0) + stages - 1,
+        stages=stages,
     )

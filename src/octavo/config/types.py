@@ -31,6 +31,8 @@ class DeviceInfo:
     """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
     activations: CpuActivations = "int8"
     """Of the compiled kernels."""
+    count: int = 1
+    """GPUs that are visible."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class ModelConfig:
     logprobs_mode: str
     implementation: str = "auto"
     """auto, octavo or transformers; see `EngineArgs.model_impl`."""
+    quantization: str | None = None
+    """How the weights are stored, or rounded while loading where the config has no quantization_config; None: not quantised."""
     pooling: PoolingConfig | None = None
     """The engine pools (embeddings, classes, scores) instead of generating."""
 
@@ -104,6 +108,8 @@ class SchedulerConfig:
     max_waiting: int
     inflight: int
     """Steps launched ahead of the one being settled (k): 0 is synchronous."""
+    stages: int = 1
+    """Of a pipeline: steps in flight have different requests then."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,13 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    whole_experts: bool = False
+    """Experts are dealt out to the ranks whole, instead of each being divided."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)

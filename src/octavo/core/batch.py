@@ -38,6 +38,8 @@ class Batch:
         self.settled: Int32 = np.zeros(max_seqs, np.int32)
         self.total: Int32 = np.zeros(max_seqs, np.int32)
         """Tokens of the sequence that the core has seen."""
+        self.last_token: Int32 = np.zeros(max_seqs, np.int32)
+        """The newest token that the core has seen."""
         self.limit: Int32 = np.zeros(max_seqs, np.int32)
         self.stop_from: Int32 = np.zeros(max_seqs, np.int32)
         """Stop ids count once the sequence has this many tokens (min_tokens)."""
@@ -95,6 +97,7 @@ class Batch:
         self.running[slot] = self.live[slot] = True
         self.known[slot] = self.total[slot] = len(request.tokens)
         self.scheduled[slot], self.settled[slot] = computed, settled
+        self.last_token[slot] = request.tokens[-1]
         self.limit[slot] = request.limit
         self.stop_from[slot] = request.num_prompt + request.sampling.min_tokens
         stops = request.stop_token_ids

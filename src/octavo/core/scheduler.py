@@ -148,15 +148,20 @@ class Scheduler:
     # Decodes
 
     def _decode_budget(self, computing: bool) -> int:
-        """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait."""
+        """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait. Stages of a
+        pipeline work on different requests at the same time: each step in flight gets an equal share of them."""
         budget = self.config.max_num_batched_tokens
+        if self.config.stages > 1:
+            budget = min(budget, max(1, -(-self.batch.num_running // (self.config.inflight + 1))))
         prompts = computing or len(self.queue) > 0
         return max(1, budget - max(1, budget // 4)) if prompts and budget < self.batch.max_seqs else budget
 
     def _plan_decodes(self, draft: Draft, rest: Int32, budget: int, in_flight: int) -> None:
         batch = self.batch
         ready = batch.running & (rest == 1) & (batch.known < batch.limit)
-        if in_flight:
+        if in_flight and self.config.stages > 1:
+            ready &= batch.in_flight == 0  # the first stage has to be told the token
+        elif in_flight:
             ready &= ~(batch.synchronous & (batch.in_flight > 0))
         slots = np.flatnonzero(ready)
         if len(slots) > budget:
@@ -471,6 +476,7 @@ class Scheduler:
             num_tokens=int(count.sum()),
             max_context=int((start + count).max()),
             masks=self._masks(constrained.astype(np.int32)) if len(constrained) else None,
+            told=batch.last_token[draft.decodes] if self.config.stages > 1 else None,
         )
 
     def _masks(self, slots: Int32) -> TokenMasks:

@@ -159,6 +159,7 @@ class Settler:
                 if slot in row_of:
                     deltas[row_of[slot]].logprobs = rows
 
+        batch.last_token[slots] = tokens
         ended, stopped = self._ends(slots, tokens)
         constrained = self.batch.synchronous[slots]
         if constrained.any():

@@ -11,26 +11,41 @@ from octavo.protocol.engine import EngineReady
 if TYPE_CHECKING:
     from octavo.core.loop import EngineCore
     from octavo.core.pooling import PoolingCore
+    from octavo.executor.base import Executor
+    from octavo.parallel.distributed import Meeting
+    from octavo.parallel.group import Ranks
+    from octavo.protocol.ranks import RankBoot
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), called while the engine loads."""
+
+
+Lost = Callable[[str, str], None]
+"""(message, kind of OctavoError)"""
+
+
+def nothing_to_do(message: str, kind: str) -> None:
+    """For callers whose next step fails, which is enough."""
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
     """For callers with nothing to draw."""
 
 
-def build_server_engine(config: EngineConfig, progress: Progress = no_progress) -> tuple[EngineCore | PoolingCore, EngineReady]:
+def build_server_engine(
+    config: EngineConfig, progress: Progress = no_progress, lost: Lost = nothing_to_do
+) -> tuple[EngineCore | PoolingCore, EngineReady]:
     """`build_engine`, ready sooner: what is left to prepare is done in gaps, by a loop that calls `EngineCore.prepare`."""
-    return build_engine(config, progress, defer=True)
+    return build_engine(config, progress, lost, defer=True)
 
 
 def build_engine(
-    config: EngineConfig, progress: Progress = no_progress, *, defer: bool = False
+    config: EngineConfig, progress: Progress = no_progress, lost: Lost = nothing_to_do, *, defer: bool = False
 ) -> tuple[EngineCore | PoolingCore, EngineReady]:
     """A loaded engine, ready for requests, and what it reports about itself. Takes as long as loading the model takes.
 
     Args:
+        lost: called from some thread when a rank in another process is gone; steps fail from then on, or never end.
         defer: leave for `EngineCore.prepare` what can wait.
 
     Raises:
@@ -46,11 +61,14 @@ def build_engine(
     from octavo.core.loop import EngineCore
     from octavo.executor.inline import InlineExecutor
 
+    executor: Executor
     if config.reliability.scripted_model is not None:
         # No torch: a scripted server starts in a fraction of a second.
         from octavo.worker.scripted import ScriptedWorker
 
         executor = InlineExecutor(lambda: ScriptedWorker(config, progress))
+    elif config.parallel.world > 1:
+        executor = _ranks(config, progress, lost, defer)
     else:
         from octavo.worker.worker import Worker
 
@@ -60,3 +78,47 @@ def build_engine(
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) -> Executor:
+    """One process a rank; this one is the first."""
+    from octavo.executor.ranks import RanksExecutor
+    from octavo.parallel.distributed import open_meeting
+    from octavo.worker.worker import Worker
+
+    meeting, address = open_meeting(config.parallel.world)
+
+    def first(check: Callable[[], None]) -> Worker:
+        meeting.wait_for_everybody(check)
+        ranks = _together(meeting, config, 0)
+        try:
+            return Worker(config, progress, defer_graphs=defer, ranks=ranks)
+        except BaseException:
+            ranks.close()  # this process may try again
+            raise
+
+    return RanksExecutor(
+        config,
+        first,
+        rendezvous=address,
+        module="octavo.engine.rank",
+        lost=lost,
+        defer=defer,
+    )
+
+
+def join(boot: RankBoot) -> Ranks:
+    """The place of a rank that another process has started."""
+    from octavo.parallel.distributed import join_meeting
+
+    meeting = join_meeting(boot.rendezvous, boot.rank, boot.config.parallel.world)
+    meeting.wait_for_everybody(lambda: None)  # the engine ends us if somebody does not come
+    return _together(meeting, boot.config, boot.local_rank)
+
+
+def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
+    from octavo.parallel.distributed import World
+    from octavo.parallel.group import Ranks, device_of
+
+    world = World(meeting, config.parallel, device_of(config.device.kind, local_rank))
+    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.close)

@@ -54,8 +54,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Builder = Callable[[EngineConfig, Callable[[str, int, int], None]], "tuple[Core, EngineReady]"]
+Builder = Callable[[EngineConfig, Callable[[str, int, int], None], Callable[[str, str], None]], "tuple[Core, EngineReady]"]
 
+LAST_WORDS_SECONDS = 0.2
 LINGER_MS = 2000
 """How long the last messages may take to leave when the process ends."""
 
@@ -78,11 +79,26 @@ class Mailbox:
         self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
         self._inbox.bind(boot.inbox)
         self._outbox.connect(boot.outbox)
+        self._giving_up = threading.Lock()
+        self._alarm = self._context.socket(zmq.PUSH)
+        self._alarm.setsockopt(zmq.LINGER, LINGER_MS)
+        self._alarm.connect(boot.outbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
+
+    def give_up(self, message: str, kind: str) -> None:
+        """End the process, whatever the main thread waits for: the frontend starts another, and sends the live requests again.
+
+        Never returns, and says only what the first caller says.
+        """
+        with self._giving_up:
+            self._alarm.send(msgspec.msgpack.encode(EngineFailed(message, kind=kind)))
+            self._alarm.close()  # sends what is left
+            time.sleep(LAST_WORDS_SECONDS)
+            os._exit(1)
 
     def receive(self, *, block: bool) -> ToEngine | None:
         """The next message; None when there is none (or when it could not be read, which is logged)."""
@@ -180,7 +196,7 @@ def main() -> int:
     try:
         signal.signal(signal.SIGTERM, _on_sigterm)
         build = _load_builder(boot.builder)
-        engine, ready = build(boot.config, lambda phase, done, total: mailbox.send(EngineProgress(phase, done, total)))
+        engine, ready = build(boot.config, lambda phase, done, total: mailbox.send(EngineProgress(phase, done, total)), mailbox.give_up)
         gc.collect()
         gc.freeze()  # what is alive now lives as long as the process: later collections need not walk it
         gc.set_threshold(100_000, 20, 100)  # the loop makes many short-lived structs and hardly any cycles

@@ -11,6 +11,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.rope import Rotation
 from octavo.ops.program import AttendLayer
 from octavo.ops.registry import Ops
+from octavo.parallel.group import ALONE, TensorGroup
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class WideQkNorm:
     eps: float
     kind: Literal["rms", "layer"]
     whole: bool
-    """Over all heads at once."""
+    """Over all heads at once, also those of other ranks."""
+    group: TensorGroup = ALONE
 
     def apply(self, qkv: torch.Tensor, heads: int, kv_heads: int) -> None:
         """Norm the q and k in qkv [tokens, heads + 2 * kv_heads, head_dim], in place."""
@@ -43,9 +45,14 @@ class WideQkNorm:
             part = qkv[:, first:last]
             wide = (part.flatten(1) if self.whole else part).float()
             if self.kind == "layer":
-                wide = wide - wide.mean(-1, keepdim=True)
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+                wide = wide - self._mean(wide)
+            wide = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
             part.copy_((wide.to(qkv.dtype) * weight).view_as(part))
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension. Ranks have equally many heads (the same ones, where there are fewer than ranks): a mean of means."""
+        mean = x.mean(-1, keepdim=True)
+        return self.group.sum(mean) / self.group.size if self.whole and self.group.size > 1 else mean
 
 
 @runtime_checkable

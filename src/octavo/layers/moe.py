@@ -71,12 +71,14 @@ class Moe:
         activation: Activation,
         shared: Mlp | None,
         shared_gate: Linear | None,
+        first_expert: int | None = None,
         ops: Ops,
     ) -> None:
         """
         Args:
             gate_up, down: [experts, 2 * inner, hidden] and [experts, hidden, inner], with biases [experts, rows].
             shared_gate: hidden -> 1: how much of the shared expert each token takes.
+            first_expert: which of the router's experts is ours first, where this rank has only some; then the result is a part of a sum.
         """
         self.router = router
         self.correction = correction
@@ -88,13 +90,23 @@ class Moe:
         self.activation: Activation = activation
         self.shared = shared
         self.shared_gate = shared_gate
+        self.first_expert = first_expert
         self._experts = ops.experts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
         experts, weights = route(self.router(x), self.correction, self.routing)
+        if self.first_expert is not None:
+            experts, weights = self._ours(experts, weights)
         out = self._experts(x, experts, weights, self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.activation)
         if self.shared is None:
             return out
         shared = self.shared(x)
         return out + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
+
+    def _ours(self, experts: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The choice among our experts; another rank's count nothing, and stand for some of ours, evenly."""
+        count = self.gate_up.num_experts
+        assert self.first_expert is not None
+        local = experts - self.first_expert
+        return local.remainder(count), weights.masked_fill((local < 0) | (local >= count), 0.0)

@@ -13,10 +13,15 @@ from octavo.errors import CheckpointError
 from octavo.models.decoder import Weights
 from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
+from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.packed import EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight
+from octavo.ops.coded import CodedRows, joined
+from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
 from octavo.ops.registry import Ops
-from octavo.weights.arrange import reordered, stacked, transposed
+from octavo.quantization.on_the_fly import OnTheFly, round_weight
+from octavo.weights.arrange import reordered, stacked, transposed, with_shape
+from octavo.weights.block_rows import block_rows
+from octavo.weights.divide import WHOLE, divided
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
 
@@ -40,27 +45,36 @@ class Assembly:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        shard: Shard = WHOLE_MODEL,
         prefix: str = "",
         strip: tuple[str, ...] = (),
         ignored: str | None = None,
+        on_the_fly: OnTheFly | None = None,
     ) -> None:
         """
         Args:
+            shard: which share of a decoder is kept.
             prefix: what checkpoints of the model without its head leave out in front of every name.
             strip: what some checkpoints put in front of every name.
             ignored: regular expression of tensors that are left out where the model has no place for them.
+            on_the_fly: what full-precision weights of the layers' linear parts are rounded to.
         """
         self._spec = spec
         self._targets = targets
         self._prefix = prefix
         self._strip = strip
+        self._rank = shard.rank
         self._left_out = None if ignored is None else re.compile(ignored)
         self._ops = ops
         self._dtype = dtype
         self.device = device
         listed = parameters(spec) if isinstance(spec, ModelSpec) else encoder_parameters(spec)
-        self._parameters = {p.name: p for p in listed}
-        self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._parameters.items()}
+        self._whole = {p.name: p for p in listed}
+        """The parameters of the whole model, which is what a checkpoint has."""
+        self._division = Division(spec, shard) if isinstance(spec, ModelSpec) else None
+        self._parameters = self._whole if self._division is None else self._division.parameters
+        """Those that are kept."""
+        self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._whole.items()}
         """Parameter -> parts not yet filled; the part None is the whole of a parameter without parts."""
         self._partial: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -69,6 +83,9 @@ class Assembly:
         self._segments: dict[str, dict[int, Panels]] = {}
         """Parameter -> first row -> rows packed for a compiled decoder."""
         self._panels: dict[str, PanelWeight] = {}
+        self._coded: dict[str, dict[int, CodedRows]] = {}
+        """Parameter -> first row -> low-bit rows."""
+        self._on_the_fly = on_the_fly
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
         self._nbytes = 0
@@ -88,16 +105,18 @@ class Assembly:
         target = self._target(pattern)
         if target is not None and target.parameter == "head" and (self._spec.tied_embeddings or not self._spec.has_head):
             return  # some exporters write the shared matrix twice
-        parameter = self._parameters.get(target.parameter.format(**numbers)) if target is not None else None
+        parameter = self._whole.get(target.parameter.format(**numbers)) if target is not None else None
         part = target.part.format(**numbers) if target is not None and target.part else None
         if parameter is None and self._left_out is not None and self._left_out.search(stored.name):
+            return
+        if parameter is None and stored.spare and _all_zero(stored):
             return
         if target is None or parameter is None or (part is not None and part not in parameter.parts):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
                 f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
             )
-        if target.transposed:
+        if target.transposed and stored.coded is None:  # quantisers store [outputs, inputs], whatever the model's own files have
             stored = transposed(stored)
         if parameter.kind == "experts" and len(stored.shape) == 3:
             stored = stacked(stored)
@@ -129,13 +148,28 @@ class Assembly:
         filled: set[str | None] = {part} if part else _parts(parameter)
         if not filled <= self._missing[parameter.name]:
             raise CheckpointError(f"{stored.file}: tensor {stored.name} fills what another tensor has filled already.")
-        if self._packs(parameter):
-            self._segments.setdefault(parameter.name, {})[start] = self._pack(stored)
-        else:
-            stored.copy_into(self._buffer(parameter)[start:stop].view(stored.shape))
+        piece = Piece(WHOLE, part) if self._division is None else self._division.piece(parameter, part)
+        if piece is not None:
+            self._keep(self._parameters[parameter.name], piece, with_shape(stored, shape))
         self._missing[parameter.name] -= filled
-        if not self._missing[parameter.name]:
-            self._complete(parameter)
+        if not self._missing[parameter.name] and (kept := self._parameters.get(parameter.name)) is not None:
+            self._complete(kept)
+
+    def _keep(self, parameter: Parameter, piece: Piece, stored: StoredTensor) -> None:
+        """Fill what a piece of a tensor fills of our own parameter."""
+        start, stop = parameter.parts[piece.place] if piece.place else (0, parameter.shape[0])
+        if self._packs(parameter):
+            self._segments.setdefault(parameter.name, {})[start] = self._pack(parameter, stored)
+            return
+        kept = divided(stored, piece.part)
+        if parameter.kind == "linear" and kept.coded is not None and not piece.pad:
+            self._coded.setdefault(parameter.name, {})[start] = kept.coded()
+            return
+        rows = self._buffer(parameter)[start:stop]
+        if piece.pad < stop - start:
+            kept.copy_into(rows[: stop - start - piece.pad])
+        if piece.pad:
+            rows[-piece.pad :].zero_()
 
     def _buffer(self, parameter: Parameter) -> torch.Tensor:
         if parameter.name not in self._partial:
@@ -148,15 +182,38 @@ class Assembly:
         """Whether the parameter is packed for a compiled decoder, part by part and as the checkpoint has it."""
         return self._ops.decoder is not None and parameter.kind in ("linear", "embedding")
 
-    def _pack(self, stored: StoredTensor) -> Panels:
+    def _pack(self, parameter: Parameter, stored: StoredTensor) -> Panels:
         kernels = self._ops.decoder
         assert kernels is not None
+        if stored.coded is not None:
+            return kernels.pack_rows(block_rows(stored.coded()))
         rows = None if stored.encoded is None else stored.encoded()
-        if rows is not None and rows.encoding in kernels.encodings:
+        rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
+        if rows is not None and rows.encoding in kernels.encodings and not (rounds and rows.encoding in ("F32", "F16", "BF16")):
             return kernels.pack_rows(rows)
         tensor = torch.empty(stored.shape, dtype=torch.float32)
         stored.copy_into(tensor)
-        return kernels.pack_rows(_float_rows(tensor))
+        return kernels.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
+
+    def _rounded(self, parameter: Parameter, weight: torch.Tensor) -> CodedRows:
+        assert self._on_the_fly is not None
+        if not bool(torch.isfinite(weight).all()):
+            raise CheckpointError(f"The weight {self._source_name(parameter.name, None)} holds NaN or infinity.")
+        return round_weight(weight, self._on_the_fly)
+
+    def _low_bit(self, parameter: Parameter) -> LinearWeight:
+        """A linear layer of which at least a part is stored in few bits."""
+        coded, dense = self._coded.pop(parameter.name), self._partial.pop(parameter.name, None)
+        if dense is None and (whole := joined([coded[start] for start in sorted(coded)])) is not None:
+            return self._ops.pack_coded(whole, self._dtype)
+        parts = []
+        for start, stop in sorted(parameter.parts.values()) or [(0, parameter.shape[0])]:
+            if start in coded:
+                parts.append(self._ops.pack_coded(coded[start], self._dtype))
+            else:
+                assert dense is not None
+                parts.append(self._ops.pack_linear(dense[start:stop].clone()))
+        return SegmentedWeight.of(parts)
 
     def _complete_panels(self, parameter: Parameter) -> None:
         parts = self._segments.pop(parameter.name)
@@ -168,12 +225,16 @@ class Assembly:
         if self._packs(parameter):
             self._complete_panels(parameter)
             return
+        if parameter.name in self._coded:
+            self._linears[parameter.name] = low_bit = self._low_bit(parameter)
+            self._nbytes += low_bit.nbytes
+            return
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
             tensor += 1.0
         if parameter.kind == "experts":
-            assert isinstance(self._spec, ModelSpec) and self._spec.moe is not None
-            packed_experts = self._ops.pack_experts(tensor.view(self._spec.moe.num_experts, -1, parameter.shape[1]))
+            assert self._division is not None and self._division.spec.moe is not None
+            packed_experts = self._ops.pack_experts(tensor.view(self._division.spec.moe.num_experts, -1, parameter.shape[1]))
             self._experts[parameter.name] = packed_experts
             self._nbytes += packed_experts.nbytes
             return
@@ -182,24 +243,31 @@ class Assembly:
             self._nbytes += tensor.nbytes
         if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings and self._spec.has_head):
             name = "head" if parameter.name == "embed" else parameter.name
-            self._linears[name] = packed = self._ops.pack_linear(tensor)
-            self._nbytes += 0 if packed.data is tensor and parameter.kind != "linear" else packed.nbytes
+            if self._on_the_fly is not None and _can_be_rounded(parameter):
+                packed = self._ops.pack_coded(self._rounded(parameter, tensor), self._dtype)
+            else:
+                packed = self._ops.pack_linear(tensor)
+            self._linears[name] = packed
+            shared = isinstance(packed, DenseWeight) and packed.data is tensor and parameter.kind != "linear"
+            self._nbytes += 0 if shared else packed.nbytes
 
     def fill_dummy(self, seed: int) -> Iterator[int]:
         """Fill every parameter with random values; yields the bytes done after each."""
         done = 0
         for parameter in self._parameters.values():
             buffer = self._buffer(parameter)
-            fill_dummy(parameter.name, parameter.kind, buffer, seed)
+            divided_up = parameter.shape != self._whole[parameter.name].shape
+            fill_dummy(parameter.name, parameter.kind, buffer, seed + self._rank if divided_up else seed)
             done += buffer.nbytes
             if self._packs(parameter):
                 assert self._ops.decoder is not None
                 self._segments[parameter.name] = {0: self._ops.decoder.pack_rows(_float_rows(self._partial.pop(parameter.name)))}
             if parameter.kind == "norm" and self._spec.norm_unit_offset:
                 buffer -= 1.0
-            self._missing[parameter.name].clear()
             self._complete(parameter)
             yield done
+        for missing in self._missing.values():
+            missing.clear()
 
     def finish(self) -> Weights:
         """The filled parameters.
@@ -215,15 +283,19 @@ class Assembly:
         return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales(), self._experts)
 
     def _complete_scales(self) -> dict[int, KvScales]:
-        """Of the layers that have both; k and v have as many numbers."""
+        """Of the layers that have both; k and v have as many numbers, of the heads that are kept."""
         heads = self._kv_heads
+        kept = None if self._division is None else torch.from_numpy(self._division.kv_heads)
         scales = {}
+        layers = range(self._spec.num_layers) if self._division is None else self._division.shard.layers(self._spec.num_layers)
         for layer, found in self._kv_scales.items():
-            if layer < self._spec.num_layers and found.keys() == {"k", "v"}:
+            if layer in layers and found.keys() == {"k", "v"}:
                 k, v = found["k"], found["v"]
                 if k.numel() != v.numel():
                     k, v = k.expand(heads).contiguous(), v.expand(heads).contiguous()
-                scales[layer] = KvScales(k, v)
+                if kept is not None and k.numel() == heads:
+                    k, v = k[kept], v[kept]
+                scales[layer - layers.start] = KvScales(k, v)
         return scales
 
     def _source_name(self, name: str, part: str | None) -> str:
@@ -258,6 +330,17 @@ def _float_rows(tensor: torch.Tensor) -> EncodedRows:
     """A float32 matrix as rows to be packed."""
     rows, columns = tensor.shape
     return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)))
+
+
+def _can_be_rounded(parameter: Parameter) -> bool:
+    """Whether a parameter is one that loses little in 8 bits: the head and what routes between experts choose, and stay."""
+    return parameter.kind == "linear" and not parameter.name.startswith(("head", "classifier")) and "router" not in parameter.name
+
+
+def _all_zero(stored: StoredTensor) -> bool:
+    tensor = torch.empty(stored.shape, dtype=torch.float32)
+    stored.copy_into(tensor)
+    return not bool(tensor.any())
 
 
 def _parts(parameter: Parameter) -> set[str | None]:

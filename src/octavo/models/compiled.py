@@ -10,9 +10,12 @@ from octavo.attention.base import Attend
 from octavo.config.types import CpuActivations
 from octavo.layers.rope import cos_sin_table
 from octavo.models.decoder import Decoder, Model, Weights
+from octavo.models.sharding import WHOLE_MODEL, Shard
 from octavo.models.spec import ModelSpec
 from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
 from octavo.ops.registry import Draw, Ops
+from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 if TYPE_CHECKING:
     from octavo.attention.native_cpu import NativeCpuAttention
@@ -20,16 +23,26 @@ if TYPE_CHECKING:
 
 
 def build_decoder(
-    spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int, threads: int = 1, activations: CpuActivations = "int8"
+    spec: ModelSpec,
+    weights: Weights,
+    ops: Ops,
+    *,
+    max_length: int,
+    threads: int = 1,
+    activations: CpuActivations = "int8",
+    group: TensorGroup = ALONE,
+    pipeline: Pipeline = NO_PIPELINE,
+    shard: Shard = WHOLE_MODEL,
 ) -> Model:
     """The decoder for these weights: compiled where `ops` can, and the weights were packed for it.
 
     Args:
         max_length: the longest sequence served; positions are below it.
         threads, activations: see `ops.program.CompileDecoder`.
+        group, pipeline, shard: see `Decoder`.
     """
     if ops.decoder is None:
-        return Decoder(spec, weights, ops, max_length=max_length)
+        return Decoder(spec, weights, ops, max_length=max_length, group=group, pipeline=pipeline, shard=shard)
     return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, activations=activations)
 
 
@@ -37,6 +50,7 @@ class CompiledDecoder:
     """Implements `Model`. Holds weights and no state between calls."""
 
     capturable = False
+    makes_logits = True
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, activations: CpuActivations

@@ -16,9 +16,12 @@ from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
 from octavo.layers.moe import Moe
 from octavo.layers.norm import LayerNorm, Norm, RmsNorm
 from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
+from octavo.models.sharding import WHOLE_MODEL, Shard, shard_spec
 from octavo.models.spec import MlpSpec, ModelSpec, MoeSpec
 from octavo.ops.packed import ExpertsWeight, LinearWeight, PanelWeight
 from octavo.ops.registry import Ops
+from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 
 class Model(Protocol):
@@ -40,6 +43,10 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether a forward pass never waits for the device, so that it can be part of a CUDA graph."""
+
+    @property
+    def makes_logits(self) -> bool:
+        """Whether the last layer and the head are here; else another rank samples."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of a step's tokens, which may belong to any number of sequences.
@@ -96,43 +103,62 @@ class _Layer:
 class Decoder:
     """A decoder-only transformer. Holds weights and no state: the KV cache is behind `attend`."""
 
-    capturable = True
-
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, *, max_length: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Ops,
+        *,
+        max_length: int,
+        group: TensorGroup = ALONE,
+        pipeline: Pipeline = NO_PIPELINE,
+        shard: Shard = WHOLE_MODEL,
+    ) -> None:
         """
         Args:
+            spec: of the whole model.
+            weights: of this rank's share.
             max_length: the longest sequence served; positions are below it.
+            group: the ranks that compute the model together. What a block gives is this rank's part of a sum.
+            pipeline: where hidden states come from and go to, if others have the other layers.
+            shard: this rank's share.
         """
         self.spec = spec
-        self.layer_specs = _with_sinks(spec.layer_specs, weights)
+        self._group = group
+        share = shard_spec(spec, shard)
+        layers = shard.layers(spec.num_layers)
+        self._pipeline = pipeline
+        self._first, self.makes_logits = shard.first, shard.last
+        self.capturable = shard.stages == 1
+        self.layer_specs = _with_sinks(share.layer_specs, weights)[layers.start : layers.stop]
         self.weights_bytes = weights.nbytes
         self.kv_scales = weights.kv_scales
         self._ops = ops
-        self._embedding = weights.tensors["embed"]
+        self._embedding = weights.tensors.get("embed")
+        self._first_token = shard.rank * share.vocab_size
+        norm = next(t for name, t in weights.tensors.items() if name.startswith("layers."))
+        self._dtype, device = norm.dtype, norm.device
         # Gemma was trained with the scale in the model's own precision.
-        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype))
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._dtype))
         self._positions = weights.tensors.get("positions")
-        self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head else None
-        self._first_norm = _norm("layers.0.attention_norm", spec, weights, ops)
-        self._layers = tuple(_layer(i, spec, weights, ops) for i in range(spec.num_layers))
-        device = self._embedding.device
+        self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head and shard.last else None
+        self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
+        parts = _Parts(share, weights, ops, group, shard)
+        self._layers = tuple(_layer(i, parts) for i in layers)
         tables = {
             rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
             for rope in dict.fromkeys(spec.ropes)
         }
         self._tables = list(tables.values())
-        self._rope_of_layer = [list(tables).index(rope) for rope in spec.ropes]
+        self._rope_of_layer = [list(tables).index(spec.ropes[i]) for i in layers]
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
         spec = self.spec
         rotations = [Rotation(table, positions) for table in self._tables]
-        residual = self._ops.embedding(token_ids, self._embedding)
-        if self._embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
-        if self._positions is not None:
-            residual = residual + self._positions[positions]
+        residual = self._enter(token_ids, positions)
+        wanted = wanted if self.makes_logits else None
         x = residual if self._first_norm is None else self._first_norm(residual)
         last = self._layers[-1]
         for index, layer in enumerate(self._layers):
@@ -148,7 +174,20 @@ class Decoder:
                 continue
             x, residual = self._join(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
+        if not self.makes_logits:
+            self._pipeline.send(residual)
         return x
+
+    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The residual stream at this rank's first layer: [tokens, hidden]."""
+        if not self._first:
+            return self._pipeline.receive(torch.empty(len(token_ids), self.spec.hidden_size, dtype=self._dtype, device=token_ids.device))
+        residual = self._embed(token_ids)
+        if self._embedding_scale != 1.0:
+            residual = residual * self._embedding_scale
+        if self._positions is not None:
+            residual = residual + self._positions[positions]
+        return residual
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -158,8 +197,10 @@ class Decoder:
     @torch.inference_mode()
     def compact_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compact_logits`: as the head computes them, unless they are scaled or capped, which is done in float32."""
-        assert self._head is not None, "a model that pools makes no logits"
+        assert self._head is not None, "a model that pools, or a stage with others behind it, makes no logits"
         logits = self._head(hidden)
+        if self._group.size > 1:
+            logits = self._group.side_by_side(logits)[:, : self.spec.vocab_size].contiguous()
         if self.spec.logit_scale == 1.0 and self.spec.logit_soft_cap is None:
             return logits
         logits = logits.float()
@@ -169,10 +210,21 @@ class Decoder:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens] -> [tokens, hidden]: each rank gives the rows that it has, and zeros."""
+        assert self._embedding is not None
+        if self._group.size == 1:
+            return self._ops.embedding(token_ids, self._embedding)
+        row = token_ids - self._first_token
+        mine = (row >= 0) & (row < len(self._embedding))
+        found = self._ops.embedding(row.clamp(0, len(self._embedding) - 1), self._embedding)
+        return self._group.sum(found.masked_fill(~mine.unsqueeze(1), 0.0))
+
     def _join(
         self, x: torch.Tensor, residual: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a block's output to the residual stream; what the next block reads, and the new stream."""
+        """Add a block's output, of which each rank has a part, to the residual stream; what the next block reads, and the new stream."""
+        x = self._group.sum(x)
         if post_norm is not None:
             x = post_norm(x)
         if self.spec.residual_multiplier != 1.0:
@@ -192,13 +244,32 @@ def _norm(name: str, spec: ModelSpec, weights: Weights, ops: Ops) -> Norm | None
     return LayerNorm(weight, weights.tensors.get(name + ".bias"), spec.norm_eps)
 
 
-def _qk_norm(prefix: str, spec: ModelSpec, weights: Weights) -> QkNorm | WideQkNorm | None:
-    q, k = weights.tensors.get(prefix + "q_norm"), weights.tensors.get(prefix + "k_norm")
+@dataclass(frozen=True)
+class _Parts:
+    """What layers are built from."""
+
+    spec: ModelSpec
+    """Of this rank's share."""
+    weights: Weights
+    ops: Ops
+    group: TensorGroup
+    shard: Shard
+
+    def linear(self, name: str) -> Linear:
+        return Linear(self.weights.linears[f"{name}.weight"], self.weights.tensors.get(f"{name}.bias"), self.ops)
+
+    def norm(self, name: str) -> Norm | None:
+        return _norm(name, self.spec, self.weights, self.ops)
+
+
+def _qk_norm(prefix: str, parts: _Parts) -> QkNorm | WideQkNorm | None:
+    spec, tensors = parts.spec, parts.weights.tensors
+    q, k = tensors.get(prefix + "q_norm"), tensors.get(prefix + "k_norm")
     if q is None or k is None:
         return None
     if spec.norm == "rms" and spec.qk_norm_scope == "head":
         return QkNorm(q, k, spec.norm_eps)
-    return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all")
+    return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all", group=parts.group)
 
 
 def _with_sinks(layers: tuple[LayerSpec, ...], weights: Weights) -> tuple[LayerSpec, ...]:
@@ -207,21 +278,22 @@ def _with_sinks(layers: tuple[LayerSpec, ...], weights: Weights) -> tuple[LayerS
     return tuple(s if t is None else replace(s, sinks=tuple(t.tolist())) for s, t in zip(layers, sinks, strict=True))
 
 
-def _attention(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> Attention | LatentAttention:
-    prefix = f"layers.{index}."
+def _attention(index: int, parts: _Parts) -> Attention | LatentAttention:
+    prefix, spec, weights, ops = f"layers.{index}.", parts.spec, parts.weights, parts.ops
 
     def linear(name: str) -> Linear:
-        return _linear(prefix + name, weights, ops)
+        return parts.linear(prefix + name)
 
+    here = index - parts.shard.layers(spec.num_layers).start
     if (latent := spec.latent) is None:
-        qk_norm = _qk_norm(prefix, spec, weights)
-        return Attention(index, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
+        qk_norm = _qk_norm(prefix, parts)
+        return Attention(here, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights.tensors[prefix + name], spec.norm_eps, ops)
 
     return LatentAttention(
-        index,
+        here,
         spec.num_heads,
         linear("q_down") if latent.q_rank else None,
         norm("q_down_norm") if latent.q_rank else None,
@@ -235,41 +307,36 @@ def _attention(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> Atten
     )
 
 
-def _linear(name: str, weights: Weights, ops: Ops) -> Linear:
-    return Linear(weights.linears[f"{name}.weight"], weights.tensors.get(f"{name}.bias"), ops)
-
-
-def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, weights: Weights, ops: Ops) -> Mlp:
+def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, parts: _Parts) -> Mlp:
     if isinstance(mlp, MlpSpec):
-        up, down = (_linear(prefix + name, weights, ops) for name in ("gate_up", "down"))
-        return GatedMlp(up, down, mlp.activation, ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
+        up, down = (parts.linear(prefix + name) for name in ("gate_up", "down"))
+        return GatedMlp(up, down, mlp.activation, parts.ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
+    tensors, experts = parts.weights.tensors, parts.weights.experts
     return Moe(
-        _linear(prefix + "router", weights, ops),
-        weights.tensors.get(prefix + "router.correction"),
+        parts.linear(prefix + "router"),
+        tensors.get(prefix + "router.correction"),
         mlp.routing,
-        weights.experts[prefix + "experts.gate_up.weight"],
-        weights.experts[prefix + "experts.down.weight"],
-        gate_up_bias=weights.tensors.get(prefix + "experts.gate_up.bias"),
-        down_bias=weights.tensors.get(prefix + "experts.down.bias"),
+        experts[prefix + "experts.gate_up.weight"],
+        experts[prefix + "experts.down.weight"],
+        gate_up_bias=tensors.get(prefix + "experts.gate_up.bias"),
+        down_bias=tensors.get(prefix + "experts.down.bias"),
         activation=mlp.activation,
-        shared=_mlp(prefix + "shared.", MlpSpec(mlp.shared_size, mlp.activation), weights, ops) if mlp.shared_size else None,
-        shared_gate=_linear(prefix + "shared_gate", weights, ops) if mlp.shared_gate else None,
-        ops=ops,
+        shared=_mlp(prefix + "shared.", MlpSpec(mlp.shared_size, mlp.activation), parts) if mlp.shared_size else None,
+        shared_gate=parts.linear(prefix + "shared_gate") if mlp.shared_gate else None,
+        first_expert=parts.shard.rank * mlp.num_experts if parts.shard.whole_experts else None,
+        ops=parts.ops,
     )
 
 
-def _layer(index: int, spec: ModelSpec, weights: Weights, ops: Ops) -> _Layer:
+def _layer(index: int, parts: _Parts) -> _Layer:
     prefix = f"layers.{index}."
-
-    def norm(name: str) -> Norm | None:
-        return _norm(prefix + name, spec, weights, ops)
-
-    last = index == spec.num_layers - 1
+    last = index == parts.spec.num_layers - 1
+    ends_here = index == parts.shard.layers(parts.spec.num_layers)[-1] and not last
     return _Layer(
-        attention=_attention(index, spec, weights, ops),
-        mlp=_mlp(prefix, spec.mlp_of(index), weights, ops),
-        attention_post_norm=norm("attention_post_norm"),
-        mlp_norm=norm("mlp_norm"),
-        mlp_post_norm=norm("mlp_post_norm"),
-        next_norm=_norm("norm" if last else f"layers.{index + 1}.attention_norm", spec, weights, ops),
+        attention=_attention(index, parts),
+        mlp=_mlp(prefix, parts.spec.mlp_of(index), parts),
+        attention_post_norm=parts.norm(prefix + "attention_post_norm"),
+        mlp_norm=parts.norm(prefix + "mlp_norm"),
+        mlp_post_norm=parts.norm(prefix + "mlp_post_norm"),
+        next_norm=None if ends_here else parts.norm("norm" if last else f"layers.{index + 1}.attention_norm"),
     )

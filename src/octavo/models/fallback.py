@@ -157,6 +157,7 @@ class TransformersModel:
     """Implements `models.decoder.Model`. Holds weights and no state: the KV cache is behind `attend`."""
 
     capturable = False
+    makes_logits = True
     kv_scales: Mapping[int, KvScales] = MappingProxyType({})
 
     def __init__(self, model: Any, architecture: str, device: torch.device) -> None:

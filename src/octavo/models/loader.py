@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from octavo.checkpoint.gguf_file import GgufFile, read_gguf
+from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.rope import FrequencyDivisors
 from octavo.models.assembly import Assembly
 from octavo.models.compiled import build_decoder, compilable
@@ -24,11 +25,18 @@ from octavo.models.decoder import Model, Weights
 from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
 from octavo.models.registry import model_spec, supported_architectures
-from octavo.models.spec import ModelSpec, parameters
+from octavo.models.sharding import Division, Shard
+from octavo.models.spec import ModelSpec
 from octavo.ops.registry import Ops
+from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
+from octavo.quantization.on_the_fly import OnTheFly
+from octavo.quantization.pieces import Format
+from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf, rope_divisors
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
+from octavo.weights.quantized import whole_weights
 from octavo.weights.safetensors import open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
@@ -38,11 +46,20 @@ Progress = Callable[[str, int, int], None]
 _PHASE = "weights"
 
 
-def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: Progress) -> Model:
+def load_model(
+    config: EngineConfig,
+    ops: Ops,
+    device: torch.device,
+    progress: Progress,
+    group: TensorGroup = ALONE,
+    pipeline: Pipeline = NO_PIPELINE,
+) -> Model:
     """Build the model that the config names and fill it.
 
     Args:
         progress: called with ("weights", bytes done, bytes in all), first with 0 and last with the total.
+        group: the ranks that share each layer; this one's share is loaded.
+        pipeline: this rank's place among those that have other layers.
 
     Raises:
         UnsupportedModel: an architecture or a format that does not run here.
@@ -51,6 +68,14 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     """
     model = config.model
     if runs_through_transformers(config):
+        if config.parallel.world > 1:
+            raise ConfigError(
+                f"{model.architecture} runs through transformers, which cannot be divided: it takes one rank, not {config.parallel.world}."
+            )
+        if model.quantization is not None:
+            raise UnsupportedModel(
+                f"{model.name} runs through transformers, and quantised weights ({model.quantization}) do not. Take an unquantised copy."
+            )
         progress(_PHASE, 0, 1)
         fallback = load_fallback(config, device)
         progress(_PHASE, 1, 1)
@@ -61,17 +86,24 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             f"--batch-invariant: the products of experts on a GPU depend on the batch, and {spec.architecture} has experts. Leave it out."
         )
     dtype: torch.dtype = getattr(torch, model.dtype)
-    if dtype != torch.float32 or not compilable(spec):
+    whole_experts = config.parallel.whole_experts and spec.moe is not None
+    shard = Shard(group.rank, group.size, whole_experts, pipeline.stage, pipeline.stages)
+    if dtype != torch.float32 or not compilable(spec) or config.parallel.world > 1:
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
-    needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
+    form, on_the_fly = weight_format(config)
+    needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
+    if form is not None and config.device.kind == "cuda" and model.load_format != "dummy":
+        needed = _stored(model.path, gguf, None)[0]
+    elif on_the_fly is not None and config.device.kind == "cuda":
+        needed //= 2
     room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
 
-    assembly = Assembly(spec, family.weights, ops, dtype, device, prefix=family.prefix)
-    weights = fill(assembly, config, gguf, needed, progress)
+    assembly = Assembly(spec, family.weights, ops, dtype, device, shard=shard, prefix=family.prefix, on_the_fly=on_the_fly)
+    weights = fill(assembly, config, gguf, needed, progress, form)
     with torch.no_grad():
         return build_decoder(
             spec,
@@ -80,7 +112,24 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             max_length=model.max_model_len,
             threads=config.device.threads,
             activations=config.device.activations,
+            group=group,
+            pipeline=pipeline,
+            shard=shard,
         )
+
+
+def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]:
+    """How the checkpoint stores low-bit weights, and what others are rounded to while loading.
+
+    Raises:
+        UnsupportedModel, CheckpointError, ConfigError: see `load_model`.
+    """
+    model = config.model
+    stored = stored_format(model.hf_config, os.path.join(model.path, "config.json"))
+    if stored is not None and model.load_format == "dummy":
+        raise ConfigError("--load-format dummy makes random weights in full precision: leave quantization_config out of the config.")
+    asked = model.quantization
+    return stored, ("fp8" if asked == "fp8" else "int8") if stored is None and asked in ON_THE_FLY else None
 
 
 def runs_through_transformers(config: EngineConfig) -> bool:
@@ -103,11 +152,14 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
     return *_gguf_spec(hf_config, gguf), gguf
 
 
-def fill(assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed: int, progress: Progress) -> Weights:
+def fill(
+    assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed: int, progress: Progress, form: Format | None = None
+) -> Weights:
     """Read (or make up) every weight of a model.
 
     Args:
         needed: bytes that the weights take in memory.
+        form: how low-bit weights are stored; None: there are none.
 
     Raises:
         CheckpointError, ConfigError: see `load_model`.
@@ -117,7 +169,11 @@ def fill(assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed
             if config.model.load_format == "dummy":
                 return _fill_dummy(assembly, needed, config.model.seed, progress)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
-                return _fill_stored(assembly, *_stored(config.model.path, gguf, reader), progress)
+                total, tensors = _stored(config.model.path, gguf, reader)
+                if form is not None:
+                    names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
+                    tensors = whole_weights(tensors, names, form, assembly.device)
+                return _fill_stored(assembly, total, tensors, progress)
     except (torch.OutOfMemoryError, MemoryError):
         raise ConfigError(too_large(config, needed)) from None
     except RuntimeError as e:

@@ -21,7 +21,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.encoder import Encoder
 from octavo.models.encoder_spec import ENCODERS, encoder_parameters, encoder_spec
 from octavo.models.families.base import Target
-from octavo.models.loader import Progress, fill, read_spec, too_large
+from octavo.models.loader import Progress, fill, read_spec, too_large, weight_format
 from octavo.models.registry import family_for, generating_architecture
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
@@ -153,8 +153,9 @@ def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     model, dtype = config.model, _dtype(config)
     spec, family = encoder_spec(model.hf_config, os.path.join(model.path, "config.json"), labels=len(pooling.labels))
     needed = _check_size(config, encoder_parameters(spec), dtype)
-    assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored)
-    encoder = Encoder(spec, fill(assembly, config, None, needed, progress), ops)
+    form, on_the_fly = weight_format(config)
+    assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored, on_the_fly=on_the_fly)
+    encoder = Encoder(spec, fill(assembly, config, None, needed, progress, form), ops)
     return PoolingModel(encoder, pooling, causal=False, dense=_dense_layers(pooling.dense, spec.hidden_size, dtype, device), device=device)
 
 
@@ -171,8 +172,9 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     spec = replace(spec, has_head=False, labels=len(pooling.labels), sliding_windows=windows)
     needed = _check_size(config, parameters(spec), dtype)
     targets = {**family.weights, "score.weight": Target("classifier.weight")}
-    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, ignored=_UNUSED)
-    weights = fill(assembly, config, gguf, needed, progress)
+    form, on_the_fly = weight_format(config)
+    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, ignored=_UNUSED, on_the_fly=on_the_fly)
+    weights = fill(assembly, config, gguf, needed, progress, form)
     decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
     classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None
     dense = _dense_layers(pooling.dense, spec.hidden_size, dtype, device)

@@ -92,11 +92,8 @@ def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tupl
         where: the file that the config comes from, for messages.
 
     Raises:
-        UnsupportedModel: an unknown architecture, or a quantised checkpoint.
+        UnsupportedModel: an unknown architecture.
         CheckpointError: a config value that is missing or impossible.
     """
     family = family_for(hf_config)
-    if quantization := hf_config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise UnsupportedModel(f"Quantised checkpoints ({method}) are not supported. Use the unquantised one, or a GGUF file.")
     return family.spec(HfConfig(hf_config, where)), family

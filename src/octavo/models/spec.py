@@ -43,6 +43,8 @@ class MoeSpec:
     """Of a gated block that every token passes besides; 0: there is none."""
     shared_gate: bool = False
     """The shared block's output is weighted by a sigmoid of its own."""
+    routed: int = 0
+    """Experts that the router chooses among, where these are only some of them; 0: these are all."""
 
 
 @dataclass(frozen=True)
@@ -248,14 +250,14 @@ def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
     ups = {f"{e}.up": ((2 * e + 1) * inner, (2 * e + 2) * inner) for e in range(count)}
     downs = {str(e): (e * hidden, (e + 1) * hidden) for e in range(count)}
     out = [
-        Parameter(prefix + "router.weight", (count, hidden), "linear"),
+        Parameter(prefix + "router.weight", (moe.routed or count, hidden), "linear"),
         Parameter(prefix + "experts.gate_up.weight", (count * 2 * inner, hidden), "experts", gates | ups),
         Parameter(prefix + "experts.down.weight", (count * hidden, inner), "experts", downs),
     ]
     if moe.router_bias:
-        out.append(Parameter(prefix + "router.bias", (count,), "bias"))
+        out.append(Parameter(prefix + "router.bias", (moe.routed or count,), "bias"))
     if moe.correction:
-        out.append(Parameter(prefix + "router.correction", (count,), "exact"))
+        out.append(Parameter(prefix + "router.correction", (moe.routed or count,), "exact"))
     if moe.bias:
         out.append(Parameter(prefix + "experts.gate_up.bias", (count, 2 * inner), "bias"))
         out.append(Parameter(prefix + "experts.down.bias", (count, hidden), "bias"))

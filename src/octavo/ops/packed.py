@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from octavo.ops.coded import Activations
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,115 @@ class DenseWeight:
         return cls(weight, weight.shape[0], weight.shape[1], weight.nbytes)
 
 
-LinearWeight = DenseWeight
+@dataclass(frozen=True)
+class Int4Weight:
+    """4-bit codes in groups of columns: weight = scale * (code - zero).
+
+    Columns lie in blocks of 64: byte j of a block has column j (low half) and column j + 32 (high half), so that each half of a
+    block's bytes is a run of columns and belongs to one group.
+    """
+
+    data: torch.Tensor
+    """[out_features, blocks * 32] uint8"""
+    scales: torch.Tensor
+    """[groups, out_features], as the checkpoint has them."""
+    zeros: torch.Tensor | None
+    """[groups, out_features] uint8; None: 8."""
+    group: int
+    """Columns of a group: 32 or a multiple of 64, or no less than all there are."""
+    columns: torch.Tensor | None
+    """[stored columns] int64: which input each column multiplies, where they were put in order of their groups; `in_features` is an
+    input that is zero. None: as they lie."""
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TableWeight:
+    """4-bit codes that index a table: weight = scale * table[code] + outliers. Columns lie as in `Int4Weight`."""
+
+    data: torch.Tensor
+    """[out_features, blocks * 32] uint8"""
+    table: torch.Tensor
+    """[out_features or 1, 16], as the checkpoint has it."""
+    scales: torch.Tensor | None
+    """[groups, out_features]"""
+    group: int
+    """As in `Int4Weight`."""
+    outliers: SparseRows | None
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Compressed sparse rows."""
+
+    begins: torch.Tensor
+    """[rows + 1] int32"""
+    columns: torch.Tensor
+    """[count] int32"""
+    values: torch.Tensor
+    """[count]"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.begins.nbytes + self.columns.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """8-bit codes: weight = scale * (code - zero)."""
+
+    data: torch.Tensor
+    """[out_features, stored columns] int8"""
+    scales: torch.Tensor
+    """[groups, out_features]"""
+    zeros: torch.Tensor | None
+    """[groups, out_features] int16; None: 0."""
+    group: int
+    columns: torch.Tensor | None
+    """As in `Int4Weight`."""
+    activations: Activations
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Float8Weight:
+    """8-bit floating point: weight = scale * code."""
+
+    data: torch.Tensor
+    """[out_features, in_features] float8_e4m3fn"""
+    scales: torch.Tensor
+    """[row blocks, groups] float32"""
+    row_block: int
+    group: int
+    activations: Activations
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SegmentedWeight:
+    """Parts one below the other that are stored differently: one of q, k and v left as it was, say."""
+
+    parts: tuple[DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight, ...]
+    out_features: int
+    in_features: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, parts: Sequence[LinearWeight]) -> SegmentedWeight:
+        flat = [p for part in parts for p in (part.parts if isinstance(part, SegmentedWeight) else (part,))]
+        return cls(tuple(flat), sum(p.out_features for p in flat), flat[0].in_features, sum(p.nbytes for p in flat))
+
+
+LinearWeight = DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | SegmentedWeight
 """What `Ops.linear` takes, a layer at a time."""
 
 

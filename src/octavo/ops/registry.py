@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from octavo.errors import ConfigError
+from octavo.ops.coded import CodedRows
 from octavo.ops.packed import ExpertsWeight, LinearWeight
 from octavo.ops.program import DecoderKernels
 
@@ -78,6 +79,15 @@ class PackLinear(Protocol):
 
         Args:
             weight: [out_features, in_features]
+        """
+
+
+class PackCoded(Protocol):
+    def __call__(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
+        """Put a low-bit weight into the layout that `linear` likes best. The caller drops its own reference.
+
+        Args:
+            dtype: of the activations; also of the weight, where no kernel takes it as it is.
         """
 
 
@@ -190,6 +200,7 @@ class Ops:
     rope: Rope
     gated_mul: GatedMul
     pack_linear: PackLinear
+    pack_coded: PackCoded
     linear: Linear
     embedding: Embedding
     pack_experts: PackExperts

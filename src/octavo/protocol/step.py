@@ -78,6 +78,8 @@ class StepPlan(msgspec.Struct):
     """max(start + count): an upper bound known without a device sync."""
     masks: TokenMasks | None = None
     """For rows with `sample` and an output constraint."""
+    told: Int32 | None = None
+    """The token at `start` of the first len(told) rows, where ranks that do not sample need to be told it."""
 
 
 class StepResult(msgspec.Struct):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.ops.coded import CodedRows
 from octavo.ops.packed import EncodedRows
 from octavo.weights.stored import StoredTensor
 
@@ -24,7 +25,7 @@ def transposed(stored: StoredTensor) -> StoredTensor:
         destination.copy_(whole.transpose(-1, -2))
 
     *several, rows, columns = stored.shape
-    return replace(stored, shape=(*several, columns, rows), copy_into=copy_into, encoded=None)
+    return replace(stored, shape=(*several, columns, rows), copy_into=copy_into, copy_region=None, encoded=None, raw=None)
 
 
 def stacked(stored: StoredTensor) -> StoredTensor:
@@ -34,7 +35,7 @@ def stacked(stored: StoredTensor) -> StoredTensor:
         stored.copy_into(destination.view(stored.shape))
 
     count, rows, columns = stored.shape
-    return replace(stored, shape=(count * rows, columns), copy_into=copy_into, encoded=None)
+    return replace(stored, shape=(count * rows, columns), copy_into=copy_into, copy_region=None, encoded=None, raw=None)
 
 
 def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTensor:
@@ -55,7 +56,17 @@ def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTenso
         rows = whole.flatten() if flat else whole
         destination.copy_(rows[torch.from_numpy(order)].view(stored.shape))
 
-    return replace(stored, copy_into=copy_into, encoded=None if stored.encoded is None else _encoded(stored.encoded, order))
+    encoded = None if stored.encoded is None else _encoded(stored.encoded, order)
+    coded = None if stored.coded is None else _coded(stored.coded, order)
+    return replace(stored, copy_into=copy_into, copy_region=None, encoded=encoded, coded=coded, raw=None)
+
+
+def _coded(inner: Callable[[], CodedRows], order: npt.NDArray[np.int64]) -> Callable[[], CodedRows]:
+    def coded() -> CodedRows:
+        rows = inner()
+        return rows.select_rows(torch.from_numpy(order).to(rows.codes.device))
+
+    return coded
 
 
 def _encoded(inner: Callable[[], EncodedRows], order: npt.NDArray[np.int64]) -> Callable[[], EncodedRows]:
@@ -64,3 +75,14 @@ def _encoded(inner: Callable[[], EncodedRows], order: npt.NDArray[np.int64]) -> 
         return replace(rows, order=order if rows.order is None else rows.order[order])
 
     return encoded
+
+
+def with_shape(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """The same numbers in the same order in another shape."""
+    if stored.shape == shape:
+        return stored
+
+    def copy_into(destination: torch.Tensor) -> None:
+        stored.copy_into(destination.view(stored.shape))
+
+    return replace(stored, shape=shape, copy_into=copy_into, copy_region=None, raw=None)

@@ -68,7 +68,7 @@ def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
         order = _unpermuted(tensor, num_heads if head_key else None, gguf.path)
         copier, encoded = _copier(data, tensor, order, gguf.path), _encoded(data, tensor, order)
         yield StoredTensor(
-            hf_name(tensor.name, both_norms=arch in ("gemma2", "gemma3")), tensor.shape, tensor.nbytes, gguf.path, copier, encoded
+            hf_name(tensor.name, both_norms=arch in ("gemma2", "gemma3")), tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded
         )
 
 

@@ -63,7 +63,9 @@ def open_pickled(path: str) -> Iterator[StoredTensor]:
         raise CheckpointError(f"{path} must hold a dict from names to tensors, not a {type(tensors).__name__}.")
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
-            yield StoredTensor(name, tuple(tensor.shape), tensor.nbytes, path, _copier(tensor, name, path))
+            yield StoredTensor(
+                name, tuple(tensor.shape), tensor.nbytes, path, _copier(tensor, name, path), raw=tensor.to, dtype=tensor.dtype
+            )
 
 
 def _copier(tensor: torch.Tensor, name: str, path: str) -> Callable[[torch.Tensor], None]:

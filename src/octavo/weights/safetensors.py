@@ -6,8 +6,10 @@ Format: https://github.com/huggingface/safetensors
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +21,19 @@ from octavo.ops.packed import EncodedRows
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.stored import StoredTensor
 
-_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The dtypes that a weight can have."""
 _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes that a weight can have."""
+_CODES: Final = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Further ones that the pieces of a quantised weight can have."""
 _INDEX: Final = "model.safetensors.index.json"
 
 
@@ -82,14 +94,19 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(name)
                 dtype, shape = view.get_dtype(), tuple(view.get_shape())
-                if dtype not in _BYTES:  # refused when it is read: buffers that nobody reads may be of any dtype
-                    yield StoredTensor(name, shape, 0, path, _refuser(name, dtype, path))
+                if dtype not in _DTYPES:  # refused when it is read: buffers that nobody reads may be of any dtype
+                    begin = None if reader is None or dtype not in _CODES else begins[name]
+                    raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
+                    nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
+                    yield StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
                     continue
-                nbytes = _BYTES[dtype] * torch.Size(shape).numel()
+                nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
                 copy = _copier(file, name, path)
                 if reader is not None:
                     copy = _direct(copy, reader, path, begins[name], _DTYPES[dtype])
-                yield StoredTensor(name, shape, nbytes, path, copy, _encoded(file, name, dtype, path))
+                region = _region_copier(file, name, path, None if reader is None else _Place(reader, begins[name], dtype))
+                raw = _raw(file, name, path, reader, begins.get(name), _DTYPES[dtype], shape)
+                yield StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again.") from None
 
@@ -104,7 +121,7 @@ def _read(file: Any, name: str, path: str) -> torch.Tensor:
 
 def _refuser(name: str, dtype: str, path: str) -> Callable[[torch.Tensor], None]:
     def copy_into(destination: torch.Tensor) -> None:
-        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
+        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_DTYPES)}.")
 
     return copy_into
 
@@ -128,6 +145,46 @@ def _direct(
             copy(destination)
 
     return copy_into
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in its file, and who can read from there."""
+
+    reader: ParallelReader
+    offset: int
+    dtype: str
+
+
+def _region_copier(file: Any, name: str, path: str, place: _Place | None) -> Callable[[tuple[slice, ...], torch.Tensor], None]:
+    def copy_region(region: tuple[slice, ...], destination: torch.Tensor) -> None:
+        view = file.get_slice(name)
+        row = math.prod(view.get_shape()[1:])
+        whole_rows = all(part == slice(0, size) for part, size in zip(region[1:], view.get_shape()[1:], strict=True))
+        direct = place is not None and whole_rows and destination.device.type != "cpu" and destination.is_contiguous()
+        if place is not None and direct and destination.dtype == _DTYPES[place.dtype]:
+            place.reader.read(path, place.offset + region[0].start * row * _DTYPES[place.dtype].itemsize, destination)
+            return
+        try:
+            part = view[region]
+        except (SafetensorError, OSError) as e:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read: {e}") from None
+        destination.copy_(part)
+
+    return copy_region
+
+
+def _raw(
+    file: Any, name: str, path: str, reader: ParallelReader | None, begin: int | None, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[torch.device], torch.Tensor]:
+    def raw(device: torch.device) -> torch.Tensor:
+        if reader is None or begin is None or device.type == "cpu" or 0 in shape:
+            return _read(file, name, path).to(device)
+        out = torch.empty(shape, dtype=dtype, device=device)
+        reader.read(path, begin, out)
+        return out
+
+    return raw
 
 
 def _begins(path: str) -> dict[str, int]:

@@ -103,7 +103,13 @@ class Runner:
         sampler: Sampler,
         graphs: StepGraphs | None = None,
         native: NativeSteps | None = None,
+        *,
+        divisible: bool = True,
     ) -> None:
+        """
+        Args:
+            divisible: a step for which there is no memory may be computed in halves. Not where other ranks compute it too.
+        """
         self._model = model
         self._attention = attention
         self._tables = tables
@@ -111,6 +117,7 @@ class Runner:
         self._sampler = sampler
         self._graphs = graphs
         self._native = native
+        self._divisible = divisible
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -136,6 +143,9 @@ class Runner:
             clock.stop()
             return Launched(plan.step_id, slots, sampled, [], clock)
         self._tables.update(plan)
+        if plan.told is not None and len(plan.told):
+            rows = len(plan.told)
+            self._tables.write_sampled(*upload_many([plan.slots[:rows], plan.start[:rows], plan.told], self._tables.device))
         self._copy_blocks(plan)
         sampled, prompt_scores = self._compute(plan) if plan.num_tokens else ([], [])
         clock.stop()
@@ -154,7 +164,8 @@ class Runner:
             row_slots, row_positions = upload_many([slots, positions], self._tables.device)
             return [self._sample(graphs.compute(plan, captured).float(), slots, positions, row_slots, row_positions, plan.masks).to_host()]
         except torch.OutOfMemoryError:
-            pass
+            if not self._divisible:
+                raise
         return self._compute(plan)[0]
 
     def _seat(self, plan: StepPlan) -> None:
@@ -172,7 +183,7 @@ class Runner:
         try:
             return self._compute_at_once(plan)
         except torch.OutOfMemoryError:
-            if plan.num_tokens == 1:
+            if plan.num_tokens == 1 or not self._divisible:
                 raise
         # Not in the handler: the exception keeps the tensors of the failed attempt alive.
         logger.warning("Out of device memory in a step of %d tokens: computing it in two halves.", plan.num_tokens)
@@ -190,6 +201,8 @@ class Runner:
         wanted = last if len(slots) < plan.num_tokens and not scored else None
         batch = gather_inputs(plan, self._tables, None if wanted is None else np.flatnonzero(plan.sample).astype(np.int32))
         hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
+        if not self._model.makes_logits:
+            return [], []
         prompt_scores = self._score_prompts(plan, hidden) if scored else []
         if not len(slots):
             return [], prompt_scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -21,6 +22,7 @@ from octavo.models.compiled import CompiledDecoder
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.registry import Draw, Ops, load_ops
+from octavo.parallel.group import ONE_RANK, Ranks
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
@@ -62,14 +64,20 @@ class Worker:
     Args:
         progress: called with (phase, done, total) while it loads.
         defer_graphs: capture at first what every step can do with; the rest when `prepare` is called.
+        ranks: who computes the model together.
 
     Raises:
         CheckpointError, UnsupportedModel: the model cannot be loaded.
         ConfigError: it does not fit into memory as configured.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None], *, defer_graphs: bool = False) -> None:
-        self._device = torch.device(config.device.kind)
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, int, int], None], *, defer_graphs: bool = False, ranks: Ranks = ONE_RANK
+    ) -> None:
+        self._ranks = ranks
+        self._device = ranks.device(config.device.kind)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         config = self._config = measured_device(config, self._device)
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched] = deque()
@@ -79,12 +87,12 @@ class Worker:
         self._next_capture = 0.0
         """When a busy worker may capture again."""
         # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
-        torch.set_num_threads(1 if config.device.native_kernels else config.device.threads)
+        torch.set_num_threads(1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.world))
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
             self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
-            self._model: Model = load_model(config, self._ops, self._device, progress)
+            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         with self._phase("tables"):
             scheduler = config.scheduler
@@ -95,6 +103,8 @@ class Worker:
         with self._phase("memory"):
             bytes_per_block = attention_class(config, layers).bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
+            blocks = ranks.smallest(budget.cache // bytes_per_block)
+            budget = dataclasses.replace(budget, cache=blocks * bytes_per_block)
             size = size_cache(config, budget, bytes_per_block)
             self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
         with self._phase("cache"):
@@ -103,7 +113,14 @@ class Worker:
             self._graphs = self._make_graphs(self._attention, self._to_capture.shapes)
             self._capture(progress, defer=defer_graphs)
         self._runner = Runner(
-            self._model, self._attention, self._tables, self._state, self._sampler, self._graphs, self._native_steps(self._attention)
+            self._model,
+            self._attention,
+            self._tables,
+            self._state,
+            self._sampler,
+            self._graphs,
+            self._native_steps(self._attention),
+            divisible=config.parallel.world == 1,
         )
         with self._phase("warm-up"):
             for plan in first_steps(config):
@@ -141,6 +158,14 @@ class Worker:
         """The result of the oldest step not collected yet; waits for it."""
         return settle(self._launched.popleft(), self._config.model.dtype)
 
+    def preparation_due(self, *, idle: bool) -> bool:
+        """Whether `prepare` would do something."""
+        return bool(self._later) and (idle or time.perf_counter() >= self._next_capture)
+
+    @property
+    def left_to_prepare(self) -> bool:
+        return bool(self._later)
+
     def prepare(self, *, idle: bool) -> bool:
         """Do a piece of work that makes later steps quicker, if one is left: a few hundredths of a second.
 
@@ -150,7 +175,7 @@ class Worker:
         Returns:
             whether something is left to do.
         """
-        if self._later and self._graphs is not None and (idle or time.perf_counter() >= self._next_capture):
+        if self._graphs is not None and self.preparation_due(idle=idle):
             began = time.perf_counter()
             shape = self._later.popleft()
             torch.cuda.synchronize(self._device)
@@ -170,6 +195,7 @@ class Worker:
         for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)
+        self._ranks.close()
         if self._device.type == "cuda":
             gc.unfreeze()
             gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.

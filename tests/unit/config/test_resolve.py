@@ -60,7 +60,7 @@ def test_context_length() -> None:
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be greater than 0 and at most 1"),
         ({"block_size": 0}, ConfigError, "--block-size must be from 1 to 256"),
         ({"max_num_seqs": 2.5}, ConfigError, "--max-num-seqs must be a whole number"),
-        ({"tensor_parallel_size": 2}, NotYet, "--tensor-parallel-size 2"),
+        ({"data_parallel_size": 2}, NotYet, "--data-parallel-size 2"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ConfigError, "4096"),
         ({"scheduling_policy": "random"}, ConfigError, "fcfs, priority, fair"),
         ({"target_step_ms": -1}, ConfigError, "--target-step-ms"),
@@ -78,7 +78,8 @@ def test_bad_settings(settings: dict[str, Any], error: type[OctavoError], words:
         ({"vocab_size": "many"}, CheckpointError),
         ({"max_position_embeddings": -1}, CheckpointError),
         ({"rope_scaling": 3}, CheckpointError),
-        ({"quantization_config": {"quant_method": "awq"}}, NotYet),
+        ({"quantization_config": {"quant_method": "quip"}}, UnsupportedModel),
+        ({"quantization_config": "awq"}, CheckpointError),
     ],
 )
 def test_bad_model_config(hf: dict[str, Any], error: type[OctavoError]) -> None:

@@ -119,7 +119,6 @@ def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> N
         ({"hidden_act": "relu"}, "relu.*silu"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "spiral.*yarn"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "different layers"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_can(changes: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ def overrides() -> dict[str, Any]:
         return {}
     return {
         "pack_linear": linear.pack_linear,
+        "pack_coded": linear.pack_coded,
         "linear": linear.linear,
         "pack_experts": experts.pack_experts,
         "experts": experts.experts,

@@ -11,7 +11,9 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from octavo.ops.packed import DenseWeight, LinearWeight
+from octavo.ops.coded import CodedRows, dequantize
+from octavo.ops.packed import DenseWeight, LinearWeight, SegmentedWeight
+from octavo.ops.reference.low_bit import low_bit_linear
 
 _ROWS_HINT: Final = 32
 """oneDNN picks the layout for this many rows of x. Layouts picked for one row are several times slower from 8 rows on;
@@ -31,7 +33,7 @@ def available() -> bool:
     return True
 
 
-def pack_linear(weight: torch.Tensor) -> LinearWeight:
+def pack_linear(weight: torch.Tensor) -> DenseWeight:
     """See `ops.registry.PackLinear`. Half precision stays plain: what oneDNN does with it depends too much on the CPU."""
     if weight.dtype != torch.float32:
         return DenseWeight.plain(weight)
@@ -39,8 +41,18 @@ def pack_linear(weight: torch.Tensor) -> LinearWeight:
     return DenseWeight(packed, weight.shape[0], weight.shape[1], weight.nbytes, layout="onednn")
 
 
+def pack_coded(rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
+    """See `ops.registry.PackCoded`. torch has no kernel for a CPU that takes such weights as they are: they are dequantised."""
+    return pack_linear(dequantize(rows, dtype))
+
+
 def linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """See `ops.registry.Linear`."""
+    if isinstance(weight, SegmentedWeight):
+        parts = torch.cat([linear(x, part, None) for part in weight.parts], -1)
+        return parts if bias is None else parts + bias
+    if not isinstance(weight, DenseWeight):
+        return low_bit_linear(x, weight, bias)
     if weight.layout == "plain":
         return F.linear(x, weight.data, bias)
     out: torch.Tensor = _mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")

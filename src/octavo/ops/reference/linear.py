@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from octavo.ops.packed import DenseWeight, LinearWeight
+from octavo.ops.reference.low_bit import low_bit_linear
 
 
 def pack_linear(weight: torch.Tensor) -> LinearWeight:
@@ -15,7 +16,7 @@ def pack_linear(weight: torch.Tensor) -> LinearWeight:
 
 def linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """See `ops.registry.Linear`. Takes the plain layout only."""
-    return F.linear(x, weight.data, bias)
+    return F.linear(x, weight.data, bias) if isinstance(weight, DenseWeight) else low_bit_linear(x, weight, bias)
 
 
 def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

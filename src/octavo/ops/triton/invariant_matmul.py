@@ -18,7 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.ops.packed import LinearWeight
+from octavo.ops.packed import DenseWeight, Float8Weight, Int8Weight, LinearWeight, SegmentedWeight
+from octavo.ops.reference.low_bit import activation_group, rounded, unpack
 from octavo.ops.triton.launch import overlap_supported, sm_count
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -235,8 +236,14 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 def invariant_linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """`ops.registry.Linear` of a batch-invariant model."""
+    if isinstance(weight, SegmentedWeight):
+        out = torch.cat([invariant_linear(x, part, None) for part in weight.parts], -1)
+        return out if bias is None else out + bias
+    if isinstance(weight, (Int8Weight, Float8Weight)):
+        x = rounded(x, weight.activations, activation_group(weight))  # a token's scale depends on the token alone
+    dense = weight.data if isinstance(weight, DenseWeight) else unpack(weight, x.dtype)
     # Lines at multiples of 16 bytes.
     aligned = x.stride(0) % 8 == 0 and weight.in_features % 8 == 0 and x.data_ptr() % 16 == 0
     columns, hopper = weight.out_features, overlap_supported(x.device)
     tiling = invariant_tiling(x.shape[0], columns, x.dtype, sm_count(x.device), hopper=hopper, aligned=aligned)
-    return invariant_matmul(x, weight.data, bias, tiling)
+    return invariant_matmul(x, dense, bias, tiling)

@@ -10,6 +10,7 @@ import triton
 from torch.nn import functional as F
 
 from octavo.ops.packed import DenseWeight, LinearWeight
+from octavo.ops.reference.low_bit import low_bit_linear
 from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul
 from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
 
@@ -44,6 +45,8 @@ class TritonLinear:
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ops.registry.Linear`."""
+        if not isinstance(weight, DenseWeight):
+            return low_bit_linear(x, weight, bias)
         known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
         if known is None or not 0 < rows <= ROW_CLASSES[-1] or x.dtype not in _HALF or x.dtype != weight.data.dtype:
             return F.linear(x, weight.data, bias)

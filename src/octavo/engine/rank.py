@@ -1,0 +1,72 @@
+"""The process of a rank other than the first: takes plans and computes its share, until it is told to end or the engine is gone."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+from collections import deque
+
+from octavo.errors import OctavoError
+from octavo.executor.ranks import say
+from octavo.executor.ring import RingReader
+from octavo.protocol.boot import die_with_parent
+from octavo.protocol.ranks import PrepareNow, RankBoot, RankFailed, RankReady, RunStep, StopRank, decode_down
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit code 0 after `StopRank`, 1 after a failure that has been reported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the engine decides
+    boot: RankBoot = pickle.load(sys.stdin.buffer)
+    die_with_parent(boot.from_main_thread)
+    logging.basicConfig(level=boot.log_level, format=f"%(levelname)s rank {boot.rank}: %(message)s")
+    try:
+        _run(boot)
+    except OctavoError as e:
+        say(boot.status, RankFailed(str(e), type(e).__name__))
+        return 1
+    except Exception as e:
+        logger.exception("The rank failed")
+        say(boot.status, RankFailed(f"{type(e).__name__}: {e}"))
+        return 1
+    return 0
+
+
+def _run(boot: RankBoot) -> None:
+    from octavo.engine.build import join
+    from octavo.worker.worker import Worker
+
+    ring = RingReader(boot.ring, boot.reader, boot.headers, boot.ring_bytes)
+    worker = Worker(boot.config, lambda phase, done, total: None, defer_graphs=boot.defer, ranks=join(boot))
+    gc.collect()
+    gc.freeze()
+    say(boot.status, RankReady())
+    launched: deque[int] = deque()
+    while (data := ring.receive()) is not None:
+        message = decode_down(data)
+        if isinstance(message, StopRank):
+            break
+        if isinstance(message, RunStep):
+            worker.submit(message.plan)
+            launched.append(message.plan.step_id)
+            # Nobody wants the tokens of this rank: an old step is only let go of.
+            while len(launched) > boot.config.scheduler.inflight:
+                launched.popleft()
+                worker.collect()
+        elif isinstance(message, PrepareNow):
+            worker.prepare(idle=True)
+        ring.finished()
+    worker.shutdown()
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as the engine's process does

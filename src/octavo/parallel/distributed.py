@@ -1,0 +1,163 @@
+"""Ranks in processes of their own: how they find each other, and what they do together over torch.distributed (NCCL on GPUs, Gloo on
+CPUs)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr-defined]
+
+from octavo.config.types import ParallelConfig
+from octavo.errors import ConfigError
+
+MEET_TIMEOUT = timedelta(seconds=300)
+"""The last rank may still be importing or loading when the first is there."""
+MEET_PAUSE = 0.02
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks find each other."""
+
+    store: Store
+    rank: int
+    size: int
+
+    def wait_for_everybody(self, check: Callable[[], None]) -> None:
+        """Until all ranks have come as far as this.
+
+        Args:
+            check: called while some are missing; what it raises ends the wait. What follows waits for everybody without asking.
+        """
+        self.store.add("here", 1)
+        while self.store.add("here", 0) < self.size:
+            check()
+            time.sleep(MEET_PAUSE)
+
+
+def open_meeting(size: int, *, host: str = "127.0.0.1", port: int = 0) -> tuple[Meeting, str]:
+    """Rank 0's side, and the address for the others.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    try:
+        store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, timeout=MEET_TIMEOUT)
+    except (RuntimeError, ValueError) as e:
+        raise ConfigError(f"Ranks cannot meet at {host}:{port}: {str(e).splitlines()[0]}") from None
+    return Meeting(store, 0, size), f"{host}:{store.port}"
+
+
+def join_meeting(address: str, rank: int, size: int) -> Meeting:
+    """Another rank's side.
+
+    Raises:
+        ConfigError: nobody listens at the address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        store = TCPStore(host, int(port), size, is_master=False, timeout=MEET_TIMEOUT)
+    except RuntimeError as e:
+        raise ConfigError(f"Rank {rank} finds nobody at {address}: {str(e).splitlines()[0]}") from None
+    return Meeting(store, rank, size)
+
+
+class World:
+    """This process's place among all ranks of an engine, and the groups that follow from it.
+
+    Rank 0, which the engine talks to, is in the last stage: that one samples. The ranks of a stage are neighbours.
+    """
+
+    def __init__(self, meeting: Meeting, parallel: ParallelConfig, device: torch.device) -> None:
+        """
+        Args:
+            device: of the tensors that are passed around.
+        """
+        if "GLOO_SOCKET_IFNAME" not in os.environ and getattr(meeting.store, "host", "") in _LOCAL:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # host names need not resolve
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=meeting.store,
+            rank=meeting.rank,
+            world_size=meeting.size,
+            timeout=MEET_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        tensor, rank = parallel.tensor, meeting.rank
+        # Every rank has to call for every group.
+        groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
+        self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor)
+        stage = parallel.pipeline - 1 - rank // tensor
+        self.pipeline = DistributedPipeline(stage, parallel.pipeline, before=rank + tensor, behind=rank - tensor)
+
+    @staticmethod
+    def smallest(number: int) -> int:
+        """See `Ranks.smallest`."""
+        least = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
+
+    @staticmethod
+    def close() -> None:
+        """Leave the others."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class DistributedGroup:
+    """Implements `TensorGroup`."""
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See `TensorGroup.sum`."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """See `TensorGroup.side_by_side`."""
+        rows, columns = x.shape
+        gathered = torch.empty(self.size * rows, columns, dtype=x.dtype, device=x.device)
+        _gather(gathered, x.contiguous(), group=self._group)
+        return gathered.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+
+class DistributedPipeline:
+    """Implements `Pipeline`.
+
+    Args:
+        before, behind: the ranks with the neighbouring layers, where there are any.
+    """
+
+    def __init__(self, stage: int, stages: int, *, before: int, behind: int) -> None:
+        self.stage = stage
+        self.stages = stages
+        self._before = before
+        self._behind = behind
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        """See `Pipeline.receive`."""
+        dist.recv(out, self._before)
+        return out
+
+    def send(self, x: torch.Tensor) -> None:
+        """See `Pipeline.send`."""
+        dist.send(x.contiguous(), self._behind)

@@ -1,0 +1,80 @@
+"""`TensorGroup`: the ranks that share each layer, and the two things that they do together in a forward pass.
+
+Shoeybi et al. 2019 (Megatron-LM): the first matrix of a block is divided by its rows, the second by its columns, so that a block costs
+one sum over ranks; embedding and head are divided by vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
+
+
+class TensorGroup(Protocol):
+    """Every rank calls the same methods in the same order, with tensors of the same shape."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, the same bits on each; x may be overwritten.
+
+        Args:
+            x: contiguous.
+        """
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' x [rows, n] -> [rows, size * n], in the order of the ranks."""
+
+
+class Alone:
+    """A group of one. Implements `TensorGroup`."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank's place among those that compute a model together."""
+
+    group: TensorGroup = ALONE
+    """Those that share its layers."""
+    pipeline: Pipeline = NO_PIPELINE
+    """Those that have the others."""
+    smallest: Callable[[int], int] = lambda number: number
+    """The smallest of the numbers that all ranks give. Waits for all: not for a step."""
+    local_rank: int = 0
+    """Among the ranks of this host: which GPU it takes."""
+    close: Callable[[], None] = lambda: None
+    """Leave the others."""
+
+    def device(self, kind: str) -> torch.device:
+        """What this rank computes on."""
+        return torch.device(kind) if self is ONE_RANK else device_of(kind, self.local_rank)
+
+
+ONE_RANK = Ranks()
+
+
+def device_of(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank: a GPU each, and the CPU for all."""
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,1 @@
+"""One module a way that checkpoints store low-bit weights."""

@@ -1,0 +1,49 @@
+"""AWQ as AutoAWQ stores it (version GEMM): int32 words of 8 output features, which lie in the order 0 2 4 6 1 3 5 7."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.errors import UnsupportedModel
+from octavo.ops.coded import CodedRows
+from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.settings import Settings
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word each of 8 consecutive features is."""
+
+
+def awq(settings: Settings) -> Format:
+    """
+    Raises:
+        UnsupportedModel: another packing, or another number of bits.
+    """
+    settings.bits("bits", "w_bit", allowed=(4,))
+    group = settings.group_size("group_size", "q_group_size")
+    if (version := settings.text("version", "gemm")) not in ("gemm", "marlin"):
+        raise UnsupportedModel(
+            f"{settings.where}: AWQ weights packed as version {version!r} are not read. Supported: gemm, which AutoAWQ and most "
+            "published checkpoints use."
+        )
+    if not settings.flag("zero_point", True):
+        raise UnsupportedModel(f"{settings.where}: AWQ without zero points (zero_point false) is not supported.")
+    names = ("qweight", "qzeros", "scales")
+    return Format("awq", frozenset(names), frozenset(names), lambda pieces: _read(pieces, group))
+
+
+def _read(pieces: Pieces, group: int) -> CodedRows:
+    words = pieces.of("qweight", torch.int32, dims=2)
+    columns, rows = words.shape[0], words.shape[1] * 8
+    groups = groups_of(columns, group)
+    why = f" for {columns} inputs in groups of {columns if group == -1 else group}"
+    scales = pieces.scales("scales", shape=(groups, rows), why=why)
+    zeros = pieces.shaped("qzeros", torch.int32, shape=(groups, rows // 8), why=why)
+    return CodedRows(
+        _in_order(words).T.contiguous(), 4, scales.T.contiguous(), _in_order(zeros).T.to(torch.int16), group=0 if group == -1 else group
+    )
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """[n, words] int32 -> [n, 8 * words] uint8"""
+    codes = unpacked(words, 4, words.shape[1] * 8)
+    return codes.view(len(codes), -1, 8)[:, :, list(_PLACES)].flatten(1)

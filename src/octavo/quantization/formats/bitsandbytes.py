@@ -1,0 +1,63 @@
+"""bitsandbytes: 4-bit codes of the NF4 and FP4 tables with a scale for each run of weights, and LLM.int8 (Dettmers et al.)."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from octavo.errors import UnsupportedModel
+from octavo.ops.coded import CodedRows
+from octavo.quantization.pieces import FLOATS, Format, Pieces
+from octavo.quantization.settings import Settings
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_FOUR = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
+
+
+def bitsandbytes(settings: Settings) -> Format:
+    if settings.flag("load_in_8bit"):
+        return Format("bitsandbytes", frozenset(("weight", "SCB")), frozenset(("SCB",)), _int8, frozenset(("weight_format",)))
+    names = frozenset(("weight", *_FOUR, *_STATES))
+    return Format("bitsandbytes", names, names - {"weight"}, _table)
+
+
+def _int8(pieces: Pieces) -> CodedRows:
+    codes = pieces.of("weight", torch.int8, dims=2)
+    scales = pieces.scales("SCB", shape=(codes.shape[0],)).float() / 127.0
+    return CodedRows(codes, 8, scales[:, None])
+
+
+def _table(pieces: Pieces) -> CodedRows:
+    name = next((s for s in _STATES if s in pieces), _STATES[0])
+    try:
+        state = json.loads(bytes(pieces.of(name, torch.uint8).cpu().tolist()))
+        rows, columns = (int(size) for size in state["shape"])
+        block = int(state["blocksize"])
+    except (ValueError, KeyError, TypeError):
+        raise pieces.fail(name, "JSON with shape and blocksize") from None
+    if min(rows, columns, block) < 1 or columns % block:
+        raise UnsupportedModel(f"{pieces.module}: runs of {block} weights that cross rows of {columns} are not supported.")
+    packed = pieces.of("weight", torch.uint8)
+    if packed.numel() * 2 != rows * columns:
+        raise pieces.fail("weight", f"two codes a byte for {rows} x {columns} weights")
+    octets = packed.reshape(-1)
+    codes = torch.stack((octets >> 4, octets & 15), -1).view(rows, columns)
+    table = pieces.scales("weight.quant_map", shape=(16,))
+    scales = _absmax(pieces, state, rows * columns // block).view(rows, columns // block)
+    return CodedRows(codes, 4, scales, table=table[None], group=block)
+
+
+def _absmax(pieces: Pieces, state: dict[str, float], count: int) -> torch.Tensor:
+    if "weight.nested_absmax" not in pieces:
+        return pieces.scales("weight.absmax", shape=(count,)).float()
+    codes = pieces.shaped("weight.absmax", torch.uint8, shape=(count,))
+    table = pieces.scales("weight.nested_quant_map", shape=(256,)).float()
+    try:
+        block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
+    except (ValueError, KeyError, TypeError):
+        raise pieces.fail("weight.nested_absmax", "described by nested_blocksize and nested_offset") from None
+    nested = pieces.finite("weight.nested_absmax", pieces.of("weight.nested_absmax", *FLOATS)).float()
+    if block < 1 or nested.numel() != -(-count // block):
+        raise pieces.fail("weight.nested_absmax", f"one number for each {block} of {count} scales")
+    return table[codes.long()] * nested.repeat_interleave(block)[:count] + offset

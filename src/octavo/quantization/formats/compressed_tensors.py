@@ -1,0 +1,210 @@
+"""compressed-tensors (what llmcompressor writes): groups of modules, each with a scheme for weights and one for inputs.
+
+Layouts: pack-quantized (4- and 8-bit integers in int32 words), int-quantized, float-quantized, naive-quantized, and the 4-bit
+floating-point nvfp4- and mxfp4-pack-quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.ops.coded import AS_THEY_ARE, Activations, CodedRows
+from octavo.quantization.formats.fp8 import activation_format, float8_codes
+from octavo.quantization.formats.gptq import group_index
+from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.settings import Settings
+
+_PACKED, _NVFP4, _MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+_LAYOUTS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", _NVFP4, _MXFP4)
+_NAMES = frozenset(
+    (
+        "weight",
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        "weight_shape",
+        "weight_global_scale",
+        "input_scale",
+        "input_zero_point",
+    )
+)
+_MARKS = frozenset(("weight_packed", "weight_scale"))
+_IGNORED = frozenset(("input_global_scale", "output_zero_point"))
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the codes of 4-bit floating point (e2m1) stand for; those from 8 on are negative."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the modules of one group are stored."""
+
+    targets: tuple[str, ...]
+    bits: int
+    kind: str
+    strategy: str
+    group: int
+    symmetric: bool
+    blocks: tuple[int, int] | None
+    inputs: str
+    """none, dynamic or static."""
+    layout: str
+
+
+def compressed_tensors(settings: Settings) -> Format:
+    """
+    Raises:
+        UnsupportedModel: sparsity, rotations, or a scheme that is not known.
+    """
+    sparsity = settings.section("sparsity_config").text("format", "dense")
+    if sparsity != "dense":
+        raise UnsupportedModel(f"{settings.where}: sparsity format {sparsity!r} is not supported. Take a checkpoint without sparsity.")
+    if settings.section("transform_config").values.get("config_groups"):
+        raise UnsupportedModel(f"{settings.where}: transform_config asks for rotations of activations, which are not supported.")
+    layout = settings.text("format", "naive-quantized")
+    groups = settings.section("config_groups")
+    schemes = [_scheme(groups.section(name), layout) for name in groups.values]
+    if not schemes:
+        raise settings.fail("config_groups", "at least one group of modules")
+    return Format("compressed-tensors", _NAMES, _MARKS, lambda pieces: _read(pieces, _scheme_of(pieces.module, schemes)), _IGNORED)
+
+
+def _scheme(group: Settings, usual_layout: str) -> Scheme:
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    kind, strategy, bits = weights.text("type", "int"), weights.text("strategy", "tensor"), weights.integer("num_bits", default=8)
+    layout = group.text("format", usual_layout)
+    if layout not in _LAYOUTS:
+        raise UnsupportedModel(f"{group.where}: format {layout!r} is not supported. Supported: {', '.join(_LAYOUTS)}.")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8), ("float", 4)):
+        raise UnsupportedModel(f"{weights.where}: {bits}-bit {kind} weights are not supported. Supported: 4- and 8-bit int and float.")
+    if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
+        raise UnsupportedModel(f"{weights.where}: strategy {strategy!r} is not supported.")
+    block = weights.values.get("block_structure")
+    if strategy == "block" and (
+        not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block)
+    ):
+        raise weights.fail("block_structure", "two numbers greater than 0")
+    rounded = "none"
+    if inputs.values and inputs.flag("symmetric", True) and inputs.integer("num_bits", default=8) == 8:
+        rounded = "none" if inputs.text("type", "int") != kind else "dynamic" if inputs.values.get("dynamic") else "static"
+    return Scheme(
+        targets=group.strings("targets"),
+        bits=bits,
+        kind=kind,
+        strategy=strategy,
+        group=weights.group_size("group_size") if strategy in ("group", "tensor_group") else -1,
+        symmetric=weights.flag("symmetric", True),
+        blocks=(block[0], block[1]) if strategy == "block" and block is not None else None,
+        inputs=rounded,
+        layout=layout,
+    )
+
+
+def _scheme_of(module: str, schemes: list[Scheme]) -> Scheme:
+    """A module named by itself or by a pattern goes before one named by its class."""
+    for scheme in schemes:
+        for target in scheme.targets:
+            try:
+                if target == module or (target.startswith("re:") and re.match(target[3:], module)):
+                    return scheme
+            except re.error as e:
+                raise CheckpointError(f"quantization_config: target {target!r} is not a pattern: {e}.") from None
+    return next((scheme for scheme in schemes if not all(t.startswith("re:") for t in scheme.targets)), schemes[0])
+
+
+def _read(pieces: Pieces, scheme: Scheme) -> CodedRows:
+    if scheme.kind == "float":
+        return _read_float4(pieces, scheme) if scheme.bits == 4 else _read_float8(pieces, scheme)
+    return _read_integers(pieces, scheme)
+
+
+def _read_float8(pieces: Pieces, scheme: Scheme) -> CodedRows:
+    codes = float8_codes(pieces, "weight")
+    scales, row_block, group = _scales(pieces, scheme, codes.shape[0], codes.shape[1])
+    activations = AS_THEY_ARE if scheme.inputs == "none" else activation_format(pieces, "float8", static=scheme.inputs == "static")
+    return CodedRows(codes, 8, scales.float(), row_block=row_block, group=group, activations=activations)
+
+
+def _scales(pieces: Pieces, scheme: Scheme, rows: int, columns: int) -> tuple[torch.Tensor, int, int]:
+    """Scales [row blocks, groups], rows that share them, and columns that do (0: all)."""
+    match scheme.strategy:
+        case "tensor":
+            return pieces.one("weight_scale").reshape(1, 1), rows, 0
+        case "channel":
+            scales = pieces.scales("weight_scale")
+            if scales.numel() != rows:
+                raise pieces.fail("weight_scale", f"one number for each of {rows} outputs")
+            return scales.reshape(rows, 1), 1, 0
+        case "block":
+            assert scheme.blocks is not None
+            high, wide = scheme.blocks
+            return pieces.scales("weight_scale", shape=(-(-rows // high), -(-columns // wide))), high, wide
+    shape = (rows, groups_of(columns, scheme.group))
+    scales = pieces.scales("weight_scale", shape=shape, why=f" for {columns} inputs in groups of {scheme.group}")
+    return scales, 1, 0 if scheme.group == -1 else scheme.group
+
+
+def _read_integers(pieces: Pieces, scheme: Scheme) -> CodedRows:
+    if "weight_packed" in pieces:
+        words = pieces.of("weight_packed", torch.int32, dims=2)
+        shape = pieces.shaped("weight_shape", torch.int64, torch.int32, shape=(2,)).tolist()
+        rows, columns = int(shape[0]), int(shape[1])
+        if words.shape != (rows, -(-columns * scheme.bits // 32)):
+            raise pieces.fail("weight_packed", f"of shape {[rows, -(-columns * scheme.bits // 32)]} for {rows} x {columns} weights")
+        codes = unpacked(words, scheme.bits, columns)
+    else:
+        signed = pieces.of("weight", torch.int8, dims=2)
+        codes = (signed.view(torch.uint8) ^ 128) if scheme.bits == 8 else (signed + 8).view(torch.uint8)
+        rows, columns = codes.shape
+    scales, row_block, group = _scales(pieces, scheme, rows, columns)
+    middle = 1 << (scheme.bits - 1)
+    zeros = torch.full(scales.shape, middle, dtype=torch.int16, device=scales.device)
+    if not scheme.symmetric:
+        zeros = _zero_points(pieces, scheme, tuple(scales.shape), middle)
+    groups = scales.shape[1]
+    return CodedRows(
+        codes,
+        4 if scheme.bits == 4 else 8,
+        scales,
+        zeros,
+        row_block=row_block,
+        group=group,
+        group_of=group_index(pieces, "weight_g_idx", columns, groups, group or -1),
+        activations=AS_THEY_ARE if scheme.inputs == "none" else _integer_inputs(pieces, scheme),
+    )
+
+
+def _zero_points(pieces: Pieces, scheme: Scheme, shape: tuple[int, ...], middle: int) -> torch.Tensor:
+    stored = pieces.of("weight_zero_point", torch.int8, torch.int32)
+    if stored.dtype == torch.int32 and "weight_packed" in pieces:  # packed along the outputs
+        if stored.shape != (-(-shape[0] * scheme.bits // 32), shape[1]):
+            raise pieces.fail("weight_zero_point", f"{scheme.bits}-bit codes for scales of shape {list(shape)}")
+        return unpacked(stored.T, scheme.bits, shape[0]).T.to(torch.int16).contiguous()
+    if stored.numel() != shape[0] * shape[1]:
+        raise pieces.fail("weight_zero_point", f"of shape {list(shape)}")
+    return stored.reshape(shape).to(torch.int16) + middle
+
+
+def _integer_inputs(pieces: Pieces, scheme: Scheme) -> Activations:
+    return activation_format(pieces, "int8", static=scheme.inputs == "static")
+
+
+def _read_float4(pieces: Pieces, scheme: Scheme) -> CodedRows:
+    packed = pieces.of("weight_packed", torch.uint8, dims=2)
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    codes = torch.stack((packed & 15, packed >> 4), -1).view(rows, columns)
+    table = torch.tensor([[*FP4, *(-value for value in FP4)]], device=packed.device)
+    shape = (rows, groups_of(columns, scheme.group))
+    if scheme.layout == _MXFP4 or "weight_global_scale" not in pieces:
+        octets = pieces.shaped("weight_scale", torch.uint8, torch.float8_e8m0fnu, shape=shape).view(torch.uint8)
+        scales = torch.exp2(octets.float() - 127.0)
+        pieces.finite("weight_scale", torch.where(octets == 255, torch.inf, scales))
+    else:
+        stored = pieces.shaped("weight_scale", torch.float8_e4m3fn, shape=shape)
+        scales = pieces.finite("weight_scale", stored).float() / pieces.one("weight_global_scale")
+        pieces.finite("weight_global_scale", scales)
+    return CodedRows(codes, 4, scales, table=table, group=scheme.group)

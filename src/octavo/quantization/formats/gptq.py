@@ -1,0 +1,95 @@
+"""GPTQ as AutoGPTQ and GPTQModel store it: codes packed along the inputs, zeros along the outputs.
+
+Checkpoints of the first version hold each zero point minus one (and a zero point of 0 as all ones); those of the second hold it as it
+is. With activation order, `g_idx` says which group each input belongs to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.ops.coded import CodedRows
+from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.settings import Settings
+
+_BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    bits: int
+    group: int
+    zero_offset: int
+
+
+def gptq(settings: Settings) -> Format:
+    """
+    Raises:
+        UnsupportedModel: another packing, or another number of bits.
+    """
+    version = settings.text("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2", "auto_gptq", "auto_round:auto_gptq"):
+        raise UnsupportedModel(f"{settings.where}: checkpoint_format {version!r} is not supported. Supported: gptq, gptq_v2.")
+    offset = 0 if version == "gptq_v2" else 1
+    usual = _Packing(settings.bits("bits", allowed=_BITS), settings.group_size("group_size"), offset)
+    special = _by_module(settings.section("dynamic"), usual)
+
+    def read(pieces: Pieces) -> CodedRows:
+        return _read(pieces, next((p for pattern, p in special if pattern.match(pieces.module)), usual))
+
+    names = frozenset(("qweight", "qzeros", "scales", "g_idx"))
+    return Format("gptq", names, names, read)
+
+
+def _by_module(dynamic: Settings, usual: _Packing) -> list[tuple[re.Pattern[str], _Packing]]:
+    """Modules with settings of their own: a name pattern behind "+:"; behind "-:" are those left as they were."""
+    found = []
+    for key, values in dynamic.values.items():
+        if key.startswith("-:"):
+            continue
+        if not isinstance(values, Mapping):
+            raise dynamic.fail(key, "an object")
+        own = Settings({"bits": usual.bits, "group_size": usual.group, **values}, f"{dynamic.where}: {key}")
+        try:
+            pattern = re.compile(key.removeprefix("+:"))
+        except re.error as e:
+            raise CheckpointError(f"{dynamic.where}: {key!r} is not a pattern: {e}.") from None
+        found.append((pattern, _Packing(own.bits("bits", allowed=_BITS), own.group_size("group_size"), usual.zero_offset)))
+    return found
+
+
+def _read(pieces: Pieces, packing: _Packing) -> CodedRows:
+    words = pieces.of("qweight", torch.int32, dims=2)
+    bits, rows = packing.bits, words.shape[1]
+    if words.shape[0] * 32 % bits:
+        raise pieces.fail("qweight", f"int32 words of whole codes of {bits} bits")
+    columns = words.shape[0] * 32 // bits
+    groups = groups_of(columns, packing.group)
+    why = f" for {columns} inputs of {bits} bits in groups of {columns if packing.group == -1 else packing.group}"
+    scales = pieces.scales("scales", shape=(groups, rows), why=why)
+    zero_words = pieces.shaped("qzeros", torch.int32, shape=(groups, -(-rows * bits // 32)), why=why)
+    zeros = (unpacked(zero_words, bits, rows).to(torch.int16) + packing.zero_offset) & ((1 << bits) - 1)
+    return CodedRows(
+        unpacked(words.T, bits, columns),
+        8 if bits == 8 else 4,
+        scales.T.contiguous(),
+        zeros.T.contiguous(),
+        group=0 if packing.group == -1 else packing.group,
+        group_of=group_index(pieces, "g_idx", columns, groups, packing.group),
+    )
+
+
+def group_index(pieces: Pieces, name: str, columns: int, groups: int, group: int) -> torch.Tensor | None:
+    """The group of each input; None where they follow one another anyway."""
+    if name not in pieces:
+        return None
+    index = pieces.shaped(name, torch.int32, torch.int64, shape=(columns,)).long()
+    if bool((index < 0).any()) or bool((index >= groups).any()):
+        raise pieces.fail(name, f"numbers from 0 to {groups - 1}")
+    usual = torch.arange(columns, device=index.device) // (columns if group == -1 else group)
+    return None if torch.equal(index, usual) else index

@@ -1,0 +1,83 @@
+"""Typed reading of a checkpoint's `quantization_config`: a bad value is named by its key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import CheckpointError, UnsupportedModel
+
+
+class Settings:
+    """One level of a quantization_config. A key that is absent or null takes the default."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def fail(self, key: str, rule: str) -> CheckpointError:
+        given = repr(self.values[key]) if key in self.values else "nothing"
+        return CheckpointError(f"{self.where}: {key} must be {rule}, got {given}.")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, *keys: str, default: int | None = None) -> int:
+        """The first of the keys that is there: the same thing under the names of different tools."""
+        key = next((k for k in keys if self.has(k)), keys[0])
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.fail(key, "a whole number")
+        return value
+
+    def bits(self, *keys: str, allowed: Sequence[int]) -> int:
+        """
+        Raises:
+            UnsupportedModel: a width that this format is not read with.
+        """
+        value = self.integer(*keys)
+        if value not in allowed:
+            key = next(k for k in keys if self.has(k))
+            raise UnsupportedModel(f"{self.where}: {key} {value} is not supported. Supported: {', '.join(map(str, allowed))}.")
+        return value
+
+    def group_size(self, *keys: str) -> int:
+        """Columns that share a scale; -1: all of a row."""
+        value = self.integer(*keys, default=-1)
+        if value != -1 and value < 1:
+            raise self.fail(next(k for k in keys if self.has(k)), "a number greater than 0, or -1 for one group a row")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, "a string")
+        return value.lower()
+
+    def section(self, key: str) -> Settings:
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "an object")
+        return Settings(value, f"{self.where}: {key}")
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise self.fail(key, "a list of strings")
+        return tuple(value)

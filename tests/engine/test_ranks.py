@@ -1,0 +1,111 @@
+"""Ranks in processes: one is killed, cannot load, is stopped, or outlives nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from octavo import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from octavo.config.args import EngineArgs
+from octavo.errors import ConfigError, NotYet
+from tests.support.tiny_models import save_tiny
+
+PROMPT = {"prompt_token_ids": [5, 6, 7]}
+LONG = SamplingParams(max_tokens=200, temperature=0.8, seed=3, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    save_tiny(folder, "llama", max_position_embeddings=512)
+    return {
+        "model": str(folder), "device": "cpu", "threads": 1, "skip_tokenizer_init": True, "num_gpu_blocks_override": 64, "max_num_seqs": 4,
+        "tensor_parallel_size": 2, **more,
+    }  # fmt: skip
+
+
+@asynccontextmanager
+async def engine(folder: Path, **more: Any) -> AsyncIterator[AsyncLLM]:
+    async with await AsyncLLM.start(EngineArgs(**settings(folder, **more))) as llm:
+        yield llm
+
+
+def ranks(llm: AsyncLLM) -> list[psutil.Process]:
+    """The processes of the ranks but the first."""
+    assert llm.engine_pid is not None
+    return psutil.Process(llm.engine_pid).children()
+
+
+async def tokens(stream: AsyncIterator[Any], at: dict[int, Any] | None = None) -> list[int]:
+    """All tokens of a stream; `at` has what to do once there are that many."""
+    got: list[int] = []
+    waiting = dict(at or {})
+    async for output in stream:
+        got += output.outputs[0].token_ids
+        for count in [c for c in waiting if len(got) >= c]:
+            waiting.pop(count)()
+    return got
+
+
+async def test_a_killed_rank_is_a_pause_for_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engine(tmp_path) as llm:
+        whole = await tokens(llm.generate(PROMPT, LONG, "before"))
+        (rank,) = ranks(llm)
+        first = llm.engine_pid
+        again = await tokens(llm.generate(PROMPT, LONG, "after"), {20: rank.kill})
+        assert again == whole
+        assert llm.engine_pid != first
+        assert "Rank 1 was ended by signal 9" in caplog.text
+        new = ranks(llm)
+    assert not any(process.is_running() for process in [rank, *new])
+
+
+async def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engine(tmp_path, engine_hang_timeout=4.0) as llm:
+        whole = await tokens(llm.generate(PROMPT, LONG, "before"))
+        (rank,) = ranks(llm)
+        began = time.monotonic()
+        again = await tokens(llm.generate(PROMPT, LONG, "after"), {20: rank.suspend})
+        assert again == whole
+        assert time.monotonic() - began < 30
+        assert "A step has not been finished for" in caplog.text
+        assert f"rank 1 (process {rank.pid}) is stopped" in caplog.text
+    assert not rank.is_running()
+
+
+async def test_no_rank_outlives_the_engine(tmp_path: Path) -> None:
+    async with engine(tmp_path) as llm:
+        (rank,) = ranks(llm)
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        await asyncio.to_thread(rank.wait, 10)
+
+
+def test_a_model_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 3: this LlamaForCausalLM has 4 attention heads.*Possible sizes: 1, 2, 4"
+    ):
+        LLM(**settings(tmp_path, tensor_parallel_size=3))
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor-parallel-size"),
+        ({"tensor_parallel_size": 65}, "at most 64 on a CPU"),
+        ({"pipeline_parallel_size": 3, "tensor_parallel_size": 1}, "--pipeline-parallel-size 3: this LlamaForCausalLM has 2 layers"),
+        ({"cpu_kernels": "native"}, "--cpu-kernels native: they compute whole models"),
+        ({"distributed_executor_backend": "ray"}, "Octavo does not do this yet"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, NotYet), match=words):
+        LLM(**settings(tmp_path, **more))

@@ -1,0 +1,225 @@
+"""Every format, written byte for byte as it is published, is worth what its formula says; what is wrong with one is named."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.ops.coded import CodedRows, dequantize, joined
+from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, TableWeight
+from octavo.ops.reference.low_bit import pack_coded, unpack
+from octavo.quantization.pieces import Pieces
+from octavo.quantization.select import stored_format
+from octavo.weights.block_rows import block_rows
+from octavo.weights.gguf_blocks import unpack as unpack_blocks
+from tests.support.quantized_layouts import LAYOUTS, Layout, Tensors, awq, compressed, fp8, gptq, nf4, squeezellm
+
+MODULE = "model.layers.0.self_attn.q_proj"
+KINDS = {
+    "awq": Int4Weight,
+    "gptq": Int4Weight,
+    "gptq-8": Int8Weight,
+    "gptq-16": DenseWeight,
+    "squeezellm": TableWeight,
+    "fp8": Float8Weight,
+    "int8": Int8Weight,
+    "w4a16": Int4Weight,
+    "w8a": Int8Weight,
+    "compressed-fp8": Float8Weight,
+    "nvfp4": DenseWeight,
+    "mxfp4": TableWeight,
+    "nf4": TableWeight,
+    "llm-int8": Int8Weight,
+}
+
+
+def read(layout: Layout, tensors: Tensors | None = None) -> CodedRows:
+    form = stored_format({"quantization_config": layout.config}, "config.json")
+    assert form is not None
+    given = layout.tensors if tensors is None else tensors
+    used = {name: t for name, t in given.items() if name not in form.ignored}
+    assert used.keys() <= form.pieces
+    return form.read(Pieces(MODULE, "a.safetensors", used))
+
+
+@pytest.fixture(params=LAYOUTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128), (32, 192)])
+def test_codes_are_worth_what_the_formula_says(name: str, rows: int, columns: int) -> None:
+    layout = LAYOUTS[name](rows, columns, 3)
+    coded = read(layout)
+    assert coded.shape == (rows, columns)
+    torch.testing.assert_close(dequantize(coded), layout.weight, rtol=1e-6, atol=1e-7)
+    if layout.input_scale is not None:
+        assert coded.activations.scale is not None
+        assert float(coded.activations.scale) == pytest.approx(layout.input_scale)
+
+
+def test_packing_loses_nothing(name: str) -> None:
+    layout = LAYOUTS[name](64, 192, 4)
+    packed = pack_coded(read(layout), torch.float32)
+    kind = KINDS[max((k for k in KINDS if name.startswith(k)), key=len)]
+    assert isinstance(packed, kind)
+    assert (packed.out_features, packed.in_features) == (64, 192)
+    torch.testing.assert_close(unpack(packed, torch.float32), layout.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_rows_can_be_cut_reordered_and_joined(name: str) -> None:
+    layout = LAYOUTS[name](96, 128, 5)
+    coded = read(layout)
+    parts = [coded.narrow_rows(0, 32), coded.narrow_rows(32, 80), coded.narrow_rows(80, 96)]
+    torch.testing.assert_close(torch.cat([dequantize(p) for p in parts]), layout.weight, rtol=1e-6, atol=1e-7)
+    whole = joined(parts)
+    assert whole is not None
+    torch.testing.assert_close(dequantize(whole), layout.weight, rtol=1e-6, atol=1e-7)
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(dequantize(coded.select_rows(order)), layout.weight[order], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("cuts", [(0, 64, 128), (0, 32, 96, 128), (0, 48, 128)])
+def test_ranks_that_share_the_inputs_add_up(name: str, cuts: tuple[int, ...]) -> None:
+    """A layer split by its inputs: groups fall to one rank or are cut, and with activation order they lie anywhere."""
+    layout = LAYOUTS[name](32, 128, 6)
+    coded, x = read(layout), torch.randn(5, 128, generator=torch.Generator().manual_seed(2))
+    total = torch.zeros(5, 32)
+    for start, stop in itertools.pairwise(cuts):
+        part = coded.narrow_columns(start, stop)
+        torch.testing.assert_close(dequantize(part), layout.weight[:, start:stop], rtol=1e-6, atol=1e-7)
+        packed = pack_coded(part, torch.float32)
+        torch.testing.assert_close(unpack(packed, torch.float32), layout.weight[:, start:stop], rtol=1e-6, atol=1e-7)
+        total += x[:, start:stop] @ unpack(packed, torch.float32).T
+    torch.testing.assert_close(total, x @ layout.weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_for_the_cpu_are_close_and_small(name: str) -> None:
+    layout = LAYOUTS[name](32, 128, 7)
+    rows = block_rows(read(layout))
+    values = unpack_blocks(rows.data.copy(), rows.encoding).float()
+    torch.testing.assert_close(values, layout.weight, rtol=2e-3, atol=2e-3 * float(layout.weight.abs().max()))
+    bits = rows.data.nbytes * 8 / layout.weight.numel()
+    assert bits <= 16.0
+    if name in ("awq-32", "gptq-32", "gptq-v2", "gptq-sym", "w4a16", "w4a16-channel"):
+        assert rows.encoding == "Q4_1"
+    if name in ("int8", "gptq-8-sym", "w8a16", "w8a8", "llm-int8"):
+        assert rows.encoding == "Q8_0"
+
+
+def test_scales_outside_float16_take_wider_rows() -> None:
+    layout = fp8(32, 64)
+    tiny = replace(read(compressed(32, 64, bits=8)), scales=torch.full((32, 2), 1e-9))
+    assert block_rows(tiny).encoding == "F16"
+    huge = replace(read(layout), scales=torch.full((1, 1), 1e6))
+    assert block_rows(huge).encoding == "F32"
+
+
+def test_parts_that_cannot_be_one_matrix() -> None:
+    first = read(gptq(32, 128, 32))
+    assert joined([first, read(gptq(32, 128, 64))]) is None
+    assert joined([first, read(gptq(32, 128, 32, act_order=True))]) is None
+    assert joined([first, read(compressed(32, 128, bits=8))]) is None
+    assert joined([first, read(squeezellm(32, 128))]) is None
+
+
+def test_scales_of_parts_stay_their_own_and_the_input_has_the_largest() -> None:
+    a, b = read(fp8(64, 64, static=True, seed=1)), read(fp8(32, 64, static=True, seed=2))
+    b = replace(b, activations=replace(b.activations, scale=torch.tensor(0.5)))
+    whole = joined([a, b])
+    assert whole is not None
+    assert whole.activations.scale is not None
+    torch.testing.assert_close(dequantize(whole), torch.cat((dequantize(a), dequantize(b))))
+    assert float(whole.activations.scale) == 0.5
+
+
+def broken(layout: Layout, **changes: torch.Tensor | None) -> Tensors:
+    tensors = dict(layout.tensors)
+    for piece, tensor in changes.items():
+        tensors.pop(piece)
+        if tensor is not None:
+            tensors[piece] = tensor
+    return tensors
+
+
+NAN = torch.tensor(float("nan"))
+BAD: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "missing scales": (awq(32, 64, 32), {"scales": None}, r"q_proj\.scales is missing"),
+    "missing zeros": (gptq(32, 64, 32), {"qzeros": None}, r"q_proj\.qzeros is missing"),
+    "missing float8 scales": (fp8(32, 64), {"weight_scale": None}, r"q_proj\.weight_scale is missing"),
+    "missing input scale": (fp8(32, 64, static=True), {"input_scale": None}, r"q_proj\.input_scale is missing"),
+    "nan in a scale": (awq(32, 64, 32), {"scales": torch.full((2, 32), NAN).half()}, r"q_proj\.scales holds 64 values.*NaN or infinite"),
+    "inf in a scale": (fp8(32, 64), {"weight_scale": torch.tensor(float("inf"))}, r"q_proj\.weight_scale holds 1 value"),
+    "nan in float8": (fp8(32, 64), {"weight": torch.full((32, 64), NAN).to(torch.float8_e4m3fn)}, r"q_proj\.weight holds 2048 values"),
+    "group that does not fit": (awq(32, 64, 32), {"scales": torch.ones(3, 32).half()}, r"\[2, 32\] for 64 inputs in groups of 32"),
+    "zeros of another shape": (gptq(32, 64, 32), {"qzeros": torch.zeros(2, 5, dtype=torch.int32)}, r"qzeros.*\[2, 4\]"),
+    "codes of another dtype": (gptq(32, 64, 32), {"qweight": torch.zeros(8, 32)}, r"qweight has dtype float32.*int32"),
+    "group index out of range": (gptq(32, 64, 32), {"g_idx": torch.full((64,), 2, dtype=torch.int32)}, r"g_idx.*from 0 to 1"),
+    "blocks that do not fit": (fp8(64, 64, scale="block"), {"weight_scale_inv": torch.ones(1, 2)}, r"\[2, 2\] for blocks of 32 x 32"),
+    "packed shape": (compressed(32, 64), {"weight_shape": torch.tensor([32, 96])}, r"weight_packed.*32 x 96"),
+    "table": (squeezellm(32, 64), {"lookup_table": torch.ones(32, 8)}, r"lookup_table.*\[32, 16\]"),
+    "outlier column": (squeezellm(32, 64, outliers=4), {"cols": torch.full((4,), 64, dtype=torch.int32)}, r"cols.*from 0 to 63"),
+    "outlier rows": (squeezellm(32, 64, outliers=4), {"rows": torch.full((33,), 4, dtype=torch.int32)}, r"rows.*ascending"),
+    "state": (nf4(32, 64), {"weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8)}, r"quant_state.*JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_named(case: str) -> None:
+    layout, changes, message = BAD[case]
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: tensor model.*" + message):
+        read(layout, broken(layout, **changes))
+
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"quant_method": "quip"}, UnsupportedModel, "'quip', which Octavo does not read.*awq"),
+        ({}, UnsupportedModel, "None, which Octavo does not read"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModel, "gemv"),
+        ({"quant_method": "awq", "bits": 3}, UnsupportedModel, "bits 3 is not supported. Supported: 4"),
+        ({"quant_method": "awq"}, CheckpointError, "bits must be a whole number, got nothing"),
+        ({"quant_method": "gptq", "bits": 5}, UnsupportedModel, "bits 5"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, CheckpointError, "group_size must be"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, UnsupportedModel, "'marlin' is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, CheckpointError, "not a pattern"),
+        ({"quant_method": "fp8", "activation_scheme": "tidal"}, UnsupportedModel, "tidal"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, CheckpointError, "weight_block_size"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, UnsupportedModel, "nvfp4"),
+        ({"quant_method": "squeezellm", "wbits": 2}, UnsupportedModel, "wbits 2"),
+        ({"quant_method": "compressed-tensors"}, CheckpointError, "config_groups"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, UnsupportedModel, "sparsity"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"g": GROUP}}, UnsupportedModel, "marlin-24"),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}, "config_groups": {"g": GROUP}},
+            UnsupportedModel,
+            "rotations",
+        ),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllama"}, UnsupportedModel, "exllama"),
+        ({"quant_method": "mxfp4"}, UnsupportedModel, "mxfp4 are not read yet"),
+    ],
+)
+def test_configs_that_cannot_be_read(config: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stored_format({"quantization_config": config}, "m/config.json")
+
+
+def test_modules_with_settings_of_their_own() -> None:
+    usual, own = gptq(32, 128, 32), gptq(32, 128, 64, bits=8)
+    config = {**usual.config, "dynamic": {"-:.*lm_head": {}, r"+:.*\.q_proj$": {"bits": 8, "group_size": 64}}}
+    torch.testing.assert_close(dequantize(read(replace(own, config=config))), own.weight, rtol=1e-6, atol=1e-7)
+    groups = {
+        "all": compressed(32, 64).config["config_groups"]["group_0"],
+        "one": {**compressed(32, 64, bits=8, strategy="channel").config["config_groups"]["group_0"], "targets": [r"re:.*q_proj$"]},
+    }
+    mixed = compressed(32, 64, bits=8, strategy="channel")
+    coded = read(replace(mixed, config={**mixed.config, "config_groups": groups}))
+    torch.testing.assert_close(dequantize(coded), mixed.weight, rtol=1e-6, atol=1e-7)
