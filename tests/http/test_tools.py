@@ -102,6 +102,26 @@ def test_a_call_cut_by_length_keeps_what_there_is(server: RunningServer) -> None
     assert told(streamed(server, CALL, max_tokens=len(server.tokens(CALL[:cut])))) == expected
 
 
+@pytest.mark.parametrize(
+    ("written", "body", "expected"),
+    [
+        ('<tool_call>\n{"na', {}, ('<tool_call>\n{"na', "", [], "length")),
+        ('<tool_call>\n{"na', {"tool_choice": "required"}, ("", "", [], "length")),
+        ('<tool_call>\n{"na', {"tool_choice": NAMED}, ("", "", [("weather", "")], "length")),
+        ('<tool_call>\n{"name": "weather", "ar', {}, ("", "", [("weather", "")], "length")),
+        ('<tool_call>\n{"name": "weather", "arguments": {"ci', {"stop": "zzz"}, ("", "", [("weather", '{"ci')], "length")),
+        ("<tool_c", {"tool_choice": "required"}, ("", "", [], "length")),
+    ],
+)
+def test_a_call_cut_by_length(server: RunningServer, written: str, body: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    """With its name known it is a call; before that it is text where the model was free to write one, and nothing where it was not."""
+    count = len(server.tokens(written))
+    whole = written + "x" * 20
+    assert server.tokens(whole)[:count] == server.tokens(written)
+    assert told(ask(server, whole, max_tokens=count, **body)) == expected
+    assert told(streamed(server, whole, max_tokens=count, **body)) == expected
+
+
 def grammar_of(server: RunningServer) -> str:
     constraint = server.fake.seen[-1].sampling.constraint
     return "" if constraint is None else constraint.grammar

@@ -87,6 +87,7 @@ async def plan_reply(
         closed=opened is False,
         max_calls=None if most > 1 else 1,
         whole_calls=stops,
+        must_call=use.must_call,
     )
     structured = await _grammar(llm, tokenizer, use, tools, wish, most)
     if beam and structured is not None:
