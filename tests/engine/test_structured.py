@@ -130,6 +130,22 @@ def test_a_grammar_that_gets_too_complex_fails_one_request(llm: LLM, monkeypatch
     assert say(llm, choice=["yes"])[0] == "yes"
 
 
+DEAD_END = "start: W X\nW: /[a-z]{5}/\nX: /[^\\s\\S]/"
+"""Nothing fits it, which is not seen from its beginning."""
+
+
+async def test_a_reply_that_runs_into_a_dead_end_blames_its_grammar(tmp_path: Path) -> None:
+    async with await AsyncLLM.start(scripted_args(tmp_path, default="abcdefg")) as llm:
+        params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(grammar=DEAD_END))
+        with pytest.raises(InvalidRequest, match=r"structured_outputs: .* no text can match") as failed:
+            async for _ in llm.generate("x", params):
+                pass
+        assert failed.value.param == "structured_outputs"
+        good = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+        assert [o.outputs[0].text async for o in llm.generate("x", good)][-1].endswith("yes")
+        assert llm.restarts == 0
+
+
 async def test_through_processes_and_across_a_crash(tmp_path: Path) -> None:
     args = scripted_args(tmp_path, default="no", script={"step_delay_ms": 20})
     async with await AsyncLLM.start(args) as llm:

@@ -96,6 +96,8 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
         ({"structured_outputs": {"grammar": 'start: start "a"'}}, "structured_outputs", "grammar cannot be used: no text can match"),
         ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "regex cannot be used: no text can match"),
         ({"guided_regex": r"a[^\s\S]"}, "guided_regex", "no text can match"),
+        ({"structured_outputs": {"grammar": 'start: "ab" X\nX: /[^\\s\\S]/'}}, "structured_outputs", "no text can match"),
+        ({"guided_json": {"type": "string", "pattern": r"[^\s\S]"}}, "guided_json", "at $: Unsatisfiable"),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, {"prompt": "x"})])
@@ -164,3 +166,26 @@ def test_a_grammar_without_any_text_is_refused_by_every_endpoint(
     assert reply.status_code == 400, reply.text
     assert part in reply.json()["error"]["message"]
     assert "Bias" not in reply.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "objekt"}, "{field}.schema: the JSON schema cannot be used: at $"),
+        (None, "{field} of type json_schema needs"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [("/v1/responses", "text.format", {"input": "x"}), ("/v1/messages", "output_config.format", {"max_tokens": 4, **HI})],
+)
+def test_errors_name_the_field_that_the_client_gave(
+    server: RunningServer, path: str, field: str, body: dict[str, Any], schema: Any, said: str
+) -> None:
+    holder = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    reply = server.post(path, {**body, **({"text": holder} if "input" in body else {"output_config": holder})})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert said.format(field=field) in error["message"]
+    assert "response_format" not in reply.text
+    assert error.get("param", field) == field

@@ -190,6 +190,21 @@ def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) ->
         assert server.llm.tokenizer.decode(server.fake.seen[-1].prompt_token_ids) == "True none"
 
 
+def test_an_unknown_reasoning_effort_is_refused_with_those_there_are(server: RunningServer) -> None:
+    for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+        assert server.post(PATH, {"messages": HI, "reasoning_effort": effort}).status_code == 200
+    for path, body, param in (
+        (PATH, {"messages": HI, "reasoning_effort": "zzz"}, "reasoning_effort"),
+        ("/v1/responses", {"input": "x", "reasoning": {"effort": "zzz"}}, "reasoning.effort"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 3, "output_config": {"effort": "zzz"}}, "output_config.effort"),
+    ):
+        reply = server.post(path, body)
+        assert reply.status_code == 400, reply.text
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"{param} must be one of none, minimal, low, medium, high, xhigh, max")
+        assert reply.json()["error"].get("param", param) == param
+
+
 @pytest.mark.parametrize("names", [['a"b'], [""], ["a b"], ["a\n"], ["é"], ["x" * 129], ["f", "g", "f"]])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer, names: list[str], choice: str) -> None:

@@ -133,6 +133,8 @@ class TokenDelta(msgspec.Struct, array_like=True, gc=False):
     """Set on the first delta, and again, complete, on the last."""
     pooled: Pooled | None = None
     """What a pooling request asked for, on its only delta."""
+    error_param: str | None = None
+    """Set with `error` when a field of the request is to blame: its name."""
 
 
 class RequestTimes(msgspec.Struct, array_like=True, gc=False):

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.grammar.compiler import engine_tokenizer
 from octavo.grammar.json_schema import malformed, pointer, prepared
-from octavo.grammar.source import beginning_problem, check_lenient, grammar_source
-from octavo.protocol.engine import Vocabulary
+from octavo.grammar.source import check_lenient, grammar_source
 from octavo.protocol.params import StructuredOutputsParams
 
 
@@ -124,25 +122,6 @@ def test_structural_tags(tag: dict[str, Any]) -> None:
 )
 def test_bad_structural_tags(tag: dict[str, Any], place: str) -> None:
     assert place in refusal(structural_tag=tag)
-
-
-@pytest.mark.parametrize(
-    ("wish", "problem"),
-    [
-        ({"regex": r"[^\s\S]"}, "no text"),
-        ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too complex"),
-        ({"grammar": 'start: start "a"'}, "no text"),
-        ({"grammar": 'start: ""'}, ""),
-        ({"regex": "a{1,1000}"}, ""),
-        ({"json": {"type": "object"}}, ""),
-    ],
-)
-def test_where_a_grammar_begins(wish: dict[str, Any], problem: str) -> None:
-    tokens = [bytes([i]) for i in range(256)] + [b"<eos>"] + [b"a" * n for n in range(2, 60)]
-    tokenizer = engine_tokenizer(Vocabulary(tokens, [256], [256]))
-    found = beginning_problem(grammar_source(StructuredOutputsParams(**wish)), tokenizer, len(tokens))
-    assert problem in found
-    assert bool(found) == bool(problem)
 
 
 LINK = {"type": "object", "properties": {"next": {"$ref": "#/$defs/link"}}, "required": ["next"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.frontend.http.errors import clip
+from octavo.frontend.http.errors import clip, short_repr
 from octavo.frontend.http.prompts import EncodedPrompt, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
 """Names in chat_template_kwargs that are fields of the request itself."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_template: bool) -> EncodedPrompt:
@@ -40,6 +42,10 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
             param="chat_template",
         )
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        if body.reasoning_effort not in EFFORTS:
+            raise InvalidRequest(
+                f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {short_repr(body.reasoning_effort)}.", param="reasoning_effort"
+            )
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             # What templates call it.

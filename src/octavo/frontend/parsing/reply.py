@@ -77,7 +77,7 @@ class ReplyParser:
 
     def _without_beginnings(self, events: list[Event]) -> list[Event]:
         """Text that only the end of the reply made text is the beginning of a call: of which one, is known if there is but one tool."""
-        kept = [event for event in events if not isinstance(event, Text)]
+        kept: list[Event] = [event for event in events if not isinstance(event, Text)]
         if kept == events or self._num_calls or any(isinstance(e, CallStart) for e in kept) or len(self._form.schemas) != 1:
             return kept
         return [*kept, CallStart(*self._form.schemas), CallEnd(complete=False)]
