@@ -74,5 +74,5 @@ async def _create(request: Request) -> Response:
 async def _count(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, CountTokensRequest)
-    prompt = await render(ctx.llm, chat_request(body), trust_template=False)
+    prompt = await render(ctx.llm, chat_request(body), settings=ctx.settings)
     return json_response({"input_tokens": len(prompt.token_ids)})

@@ -126,7 +126,7 @@ async def count_input_tokens(request: Request) -> Response:
     body = await ctx.read(request, InputTokensRequest)
     try:
         chat = _chat(ctx, body, input_items(body.input), owner_of(request))
-        prompt = await render(ctx.llm, chat, trust_template=False)
+        prompt = await render(ctx.llm, chat, settings=ctx.settings)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
