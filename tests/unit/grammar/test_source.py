@@ -152,3 +152,12 @@ def test_schemas_that_need_themselves_without_end(schema: dict[str, Any], path: 
 )
 def test_recursive_schemas_that_end_are_fine(schema: dict[str, Any]) -> None:
     assert grammar_source(StructuredOutputsParams(json=schema))
+
+
+def test_keywords_that_say_nothing_are_no_reason_to_refuse() -> None:
+    idle = {"uniqueItems": False, "minContains": 1, "maxContains": 2, "then": False, "else": False}
+    assert prepared({"type": "array", **idle, "maxItems": 2.0}) == {"type": "array", "maxItems": 2}
+    assert prepared({"if": {"type": "null"}, "items": {"if": True}}) == {"items": {}}
+    kept = {"uniqueItems": True, "contains": {}, "minContains": 1, "if": {}, "then": {}, "minItems": 1.5}
+    assert prepared(kept) == kept
+    assert prepared({"properties": {"then": {}, "else": {}}}) == {"properties": {"then": {}, "else": {}}}
