@@ -75,4 +75,4 @@ class LatentAttention:
         if wanted is not None:
             attended = attended.index_select(0, wanted)
         values = torch.bmm(attended.transpose(0, 1), self._value_up).transpose(0, 1)
-        return self.out(values.reshape(len(values), -1))
+        return self.out(values.flatten(1))

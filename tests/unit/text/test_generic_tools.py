@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.frontend.http.conversation import start_notes
+from octavo.frontend.http.conversation import defaults_note, start_notes
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.parsing.formats import TOOL_FORMATS
 from octavo.frontend.parsing.reply import ReplyFormat, read_whole
@@ -112,3 +112,8 @@ def test_the_server_says_at_its_start_what_will_not_work(named: dict[str, str], 
     notes = start_notes(ChatTemplates(named), ServerSettings(**settings))
     assert len(notes) == bool(part)
     assert all(part in note for note in notes)
+
+
+def test_the_server_says_at_its_start_which_sampling_parameters_are_the_models_own() -> None:
+    assert defaults_note({}) == ""
+    assert "temperature=0.6, top_p=0.95 (--generation-config vllm" in defaults_note({"top_p": 0.95, "temperature": 0.6})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest, OctavoError
@@ -120,3 +121,11 @@ def start_notes(templates: ChatTemplates, settings: ServerSettings) -> list[str]
             "Use --tool-call-parser json, or a --chat-template FILE that knows tools."
         ]
     return [f"The chat template does not mention tools: those of a request are described in the system message ({form.name} format)."]
+
+
+def defaults_note(defaults: Mapping[str, Any]) -> str:
+    """Which sampling parameters are not OpenAI's where a request leaves them out; "" if none."""
+    if not defaults:
+        return ""
+    values = ", ".join(f"{name}={value}" for name, value in sorted(defaults.items()))
+    return f"Where a request says nothing, this model's own sampling parameters hold: {values} (--generation-config vllm: OpenAI's)."
