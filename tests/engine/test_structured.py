@@ -57,6 +57,13 @@ def test_a_model_is_held_to_its_grammar(llm: LLM) -> None:
     assert say(llm, regex="no, .*", max_tokens=5) == ("no, n", "length")
 
 
+def test_choices_that_begin_alike_and_very_many_of_them(llm: LLM) -> None:
+    assert say(llm, choice=["no", "no, never", "no, n"])[0] in ("no", "no, never", "no, n")
+    assert say(llm, choice=["no, never mind", "no"])[0] in ("no, never mind", "no")
+    text, finish = say(llm, choice=[f"no {i}" for i in range(10_000)])
+    assert (re.fullmatch(r"no \d{1,4}", text) is not None, finish) == (True, "stop")
+
+
 def test_neighbours_are_left_alone(llm: LLM) -> None:
     wishes = [None, StructuredOutputsParams(choice=["aa", "bb"]), None, StructuredOutputsParams(regex="[xyz]{4}")]
     params = [SamplingParams(max_tokens=30, structured_outputs=wish) for wish in wishes]

@@ -36,6 +36,8 @@ VOCABULARY = Vocabulary([*LETTERS, *(b"a" * n for n in range(2, 60)), b'{"', b'"
         ({"regex": "a{1,1000}"}, ""),
         ({"regex": ".*"}, ""),
         ({"choice": ["a" * 300]}, ""),
+        ({"choice": [f"choice {i}" for i in range(10_000)]}, ""),
+        ({"json": {"enum": [f"choice {i}" for i in range(5_000)]}}, ""),
         ({"json": {"type": "object"}}, ""),
         ({"json": {"properties": {"name": {"type": "string"}}, "required": ["name"], "type": "object"}}, ""),
     ],
