@@ -149,6 +149,7 @@ def test_prompt_over_the_context(server: RunningServer, path: str, stream: bool)
     error = error_of(server.post(path, {**body, "max_tokens": 7, "stream": stream}), 400)
     assert error["type"] == "BadRequestError"
     assert error["code"] == "context_length_exceeded"
+    assert error["param"] == next(iter(body)), "the field that the client gave"
     prompt_tokens = 600 if path == "/v1/completions" else 600 + len(server.tokens("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
     for number in (512, prompt_tokens, 7):
         assert str(number) in error["message"]

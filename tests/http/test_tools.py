@@ -215,6 +215,23 @@ def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer
     assert f"tools[{len(names) - 1}].function.name" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("field", "value"), [("strict", "yes"), ("strict", 1), ("description", 5)])
+def test_fields_of_tools_are_taken_at_their_word(server: RunningServer, field: str, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", field: value}}
+    reply = server.post(PATH, {"messages": HI, "tools": [tool]})
+    assert reply.status_code == 400, reply.text
+    assert f"tools[0].function.{field} must be" in reply.json()["error"]["message"]
+    assert server.post(PATH, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", field: None}}]}).status_code == 200
+
+
+def test_earlier_calls_must_be_calls(server: RunningServer) -> None:
+    for function in (5, None, {"name": 3}):
+        messages = [*HI, {"role": "assistant", "content": "x", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]
+        reply = server.post(PATH, {"messages": messages})
+        assert reply.status_code == 400, reply.text
+        assert "messages[1].tool_calls[0].function" in reply.json()["error"]["message"]
+
+
 def test_usual_names_are_fine(server: RunningServer) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("get-time", "ns.get_time", "x" * 128, "7")]
     assert server.post(PATH, {"messages": HI, "tools": tools, "tool_choice": "required"}).status_code == 200

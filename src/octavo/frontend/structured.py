@@ -17,7 +17,7 @@ import msgspec
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.grammar.compiler import engine_tokenizer
-from octavo.grammar.reach import emptiness
+from octavo.grammar.reach import emptiness, other_than_blanks
 from octavo.grammar.source import grammar_source
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
@@ -82,6 +82,12 @@ class GrammarDoor:
             if self._tokenizer is None:
                 vocabulary = self._vocabulary()
                 self._tokenizer = engine_tokenizer(vocabulary), vocabulary
+        if wish.whitespace_pattern is not None and not emptiness(other_than_blanks(wish.whitespace_pattern), *self._tokenizer):
+            raise InvalidRequest(
+                "structured_outputs.whitespace_pattern must match nothing but what JSON allows between its tokens: spaces, tabs and line "
+                r"breaks, as in [ \t\n\r]*.",
+                param="structured_outputs",
+            )
         problem = emptiness(source, *self._tokenizer)
         if not problem and (wish.json is not None) and not wish.disable_any_whitespace:
             # Blanks only hide a dead end: they are always allowed, so that it takes long to run out of them.

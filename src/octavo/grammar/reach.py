@@ -58,6 +58,13 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
     return "" if places else "no text can match it."
 
 
+def other_than_blanks(pattern: str) -> str:
+    """The grammar of what a regular expression matches besides JSON's blanks."""
+    escaped = pattern.replace("/", r"\/")
+    text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: /{escaped}/ & ~/[ \\t\\n\\r]*/")
+    return text
+
+
 def runs_dead(error: str) -> bool:
     """The engine found no way on: a part of the grammar that matches nothing."""
     return "NoExtension" in error

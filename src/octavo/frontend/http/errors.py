@@ -128,7 +128,7 @@ def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:
     message = str(error)
     if names:
         # Names that are words of the language too are changed only where a message begins with them.
-        identifiers = "|".join(re.escape(name) for name in names if "_" in name)
+        identifiers = "|".join(re.escape(name) for name in names if "_" in name or "." in name)
         first = "|".join(re.escape(name) for name in names)
         message = re.sub(rf"^(?:{first})\b" + (rf"|\b(?:{identifiers})\b" if identifiers else ""), new, message)
     return InvalidRequest(message, param=names.get(error.param or "", error.param), code=error.code)

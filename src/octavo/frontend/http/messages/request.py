@@ -15,6 +15,12 @@ OUR_NAME = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    "json_schema.schema": "schema",
+    "function.parameters": "input_schema",
+    "function.name": "name",
+    "function.strict": "strict",
+    "function.description": "description",
+    "prompt": "messages",
 }
 """Chat field -> the field here that it was made from, for errors."""
 

@@ -38,6 +38,12 @@ SAME_NAME = (
 
 OUR_NAME = {
     "messages": "input",
+    "prompt": "input",
+    "json_schema.schema": "schema",
+    "function.parameters": "parameters",
+    "function.name": "name",
+    "function.strict": "strict",
+    "function.description": "description",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
