@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -100,7 +101,15 @@ def main() -> None:
                     }
                 )
                 print(f"temperature {temperature:<4} {kind:<14} {wall:8.1f} tok/s  {share:6.1%} of free, CPU time {cpu:6.1%}")
-    report = {"machine": platform.processor() or platform.machine(), "batch": args.batch, "tokens": args.tokens, "results": results}
+    load = [round(x, 2) for x in os.getloadavg()]
+    report = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": load,
+        "batch": args.batch,
+        "tokens": args.tokens,
+        "results": results,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
