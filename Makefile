@@ -76,6 +76,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/core_step.py
 	$(BIN)/python benchmarks/kv_waste.py
 	$(BIN)/python benchmarks/prefix_cache_ttft.py
+	$(BIN)/python benchmarks/structured.py
 	LLAMA_CPP_PYTHON="$(LLAMA_CPP_PYTHON)" $(BIN)/python benchmarks/cpu_peers.py
 
 # A GPU machine without network: fetch what it lacks beforehand, into a folder that travels with the tree.

@@ -158,7 +158,7 @@ def test_reasoning_is_an_item(client: openai.OpenAI) -> None:
 def test_bad_requests(client: openai.OpenAI, body: dict[str, object]) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.post("/responses", body={"model": "tiny", **body}, cast_to=object)
-    assert bad.value.param in body
+    assert (bad.value.param or "").partition(".")[0] in body
 
 
 def test_a_failure_in_mid_stream_is_an_event(client: openai.OpenAI, server: RunningServer) -> None:

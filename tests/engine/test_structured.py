@@ -57,6 +57,13 @@ def test_a_model_is_held_to_its_grammar(llm: LLM) -> None:
     assert say(llm, regex="no, .*", max_tokens=5) == ("no, n", "length")
 
 
+def test_choices_that_begin_alike_and_very_many_of_them(llm: LLM) -> None:
+    assert say(llm, choice=["no", "no, never", "no, n"])[0] in ("no", "no, never", "no, n")
+    assert say(llm, choice=["no, never mind", "no"])[0] in ("no, never mind", "no")
+    text, finish = say(llm, choice=[f"no {i}" for i in range(10_000)])
+    assert (re.fullmatch(r"no \d{1,4}", text) is not None, finish) == (True, "stop")
+
+
 def test_neighbours_are_left_alone(llm: LLM) -> None:
     wishes = [None, StructuredOutputsParams(choice=["aa", "bb"]), None, StructuredOutputsParams(regex="[xyz]{4}")]
     params = [SamplingParams(max_tokens=30, structured_outputs=wish) for wish in wishes]
@@ -128,6 +135,22 @@ def test_a_grammar_that_gets_too_complex_fails_one_request(llm: LLM, monkeypatch
     assert easy.outputs[0].text == "no, never!"
     monkeypatch.undo()
     assert say(llm, choice=["yes"])[0] == "yes"
+
+
+DEAD_END = "start: W X\nW: /[a-z]{5}/\nX: /[^\\s\\S]/"
+"""Nothing fits it, which is not seen from its beginning."""
+
+
+async def test_a_reply_that_runs_into_a_dead_end_blames_its_grammar(tmp_path: Path) -> None:
+    async with await AsyncLLM.start(scripted_args(tmp_path, default="abcdefg")) as llm:
+        params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(grammar=DEAD_END))
+        with pytest.raises(InvalidRequest, match=r"structured_outputs: .* no text can match") as failed:
+            async for _ in llm.generate("x", params):
+                pass
+        assert failed.value.param == "structured_outputs"
+        good = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes"]))
+        assert [o.outputs[0].text async for o in llm.generate("x", good)][-1].endswith("yes")
+        assert llm.restarts == 0
 
 
 async def test_through_processes_and_across_a_crash(tmp_path: Path) -> None:

@@ -37,6 +37,15 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     [
         ("temperature", -1),
         ("temperature", "hot"),
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("stream", "yes"),
+        ("stream", 1),
+        ("ignore_eos", "true"),
+        ("include_stop_str_in_output", 0),
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("stop_token_ids", [True]),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", -2),
@@ -140,6 +149,7 @@ def test_prompt_over_the_context(server: RunningServer, path: str, stream: bool)
     error = error_of(server.post(path, {**body, "max_tokens": 7, "stream": stream}), 400)
     assert error["type"] == "BadRequestError"
     assert error["code"] == "context_length_exceeded"
+    assert error["param"] == next(iter(body)), "the field that the client gave"
     prompt_tokens = 600 if path == "/v1/completions" else 600 + len(server.tokens("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"))
     for number in (512, prompt_tokens, 7):
         assert str(number) in error["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from octavo.frontend.http.settings import ServerSettings
 from tests.support.http_server import RunningServer, running_server, wait_until
 from tests.support.scripts import token_ids
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -198,3 +200,20 @@ def test_the_key_may_come_as_x_api_key(checkpoint: Any) -> None:
         assert server.post(PATH, body).status_code == 401
         assert server.post(PATH, body, headers={"x-api-key": "wrong"}).status_code == 401
         assert server.post(PATH, body, headers={"x-api-key": "secret"}).status_code == 200
+
+
+def test_a_thinking_budget_holds_where_the_model_reasons(checkpoint: Path, tmp_path: Path) -> None:
+    def constraint(server: RunningServer, **thinking: Any) -> Any:
+        create(server, thinking=thinking)
+        return server.fake.seen[-1].sampling.constraint
+
+    enabled = {"type": "enabled", "budget_tokens": 7}
+    with running_server(checkpoint, ServerSettings(reasoning_parser="think")) as server:
+        assert constraint(server, **enabled) is None, "without tokens that mark the reasoning there is nothing to count up to"
+    marked = write_tiny_checkpoint(tmp_path, more=("<think>", "</think>"))
+    with running_server(marked, ServerSettings(reasoning_parser="think")) as server:
+        held = constraint(server, **enabled)
+        assert held.reasoning_budget == 7
+        assert held.reasoning_stop_ids == server.tokens("</think>")
+        assert constraint(server, type="adaptive") is None
+        assert constraint(server, type="disabled") is None

@@ -268,7 +268,7 @@ def test_tools_reach_the_template(server: RunningServer) -> None:
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "stream"),
         ({"temperature": -1}, "temperature"),
-        ({"text": {"format": {"type": "yaml"}}}, "text"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"top_logprobs": 100}, "top_logprobs"),
         ({"input": "z" * 600}, None),
     ],

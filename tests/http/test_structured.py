@@ -24,6 +24,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}},
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True, "regex": None}},
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "(\\n {0,4})?[ \\t]{0,2}"}},
         {"structured_outputs": {"regex": "[a-z]{3}"}},
         {"structured_outputs": {"choice": ["yes", "no"]}},
         {"structured_outputs": {"grammar": 'start: "a" | "b"'}},
@@ -81,6 +82,12 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "non-empty"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "strings"),
         ({"structured_outputs": {"choice": ["a"], "regex": "b"}}, "structured_outputs", "exactly one"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "[a-z]"}},
+            "structured_outputs",
+            "whitespace_pattern must match nothing",
+        ),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "((("}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"yaml": "x"}}, "structured_outputs", "yaml"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "format"),
         (
@@ -96,6 +103,8 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
         ({"structured_outputs": {"grammar": 'start: start "a"'}}, "structured_outputs", "grammar cannot be used: no text can match"),
         ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "regex cannot be used: no text can match"),
         ({"guided_regex": r"a[^\s\S]"}, "guided_regex", "no text can match"),
+        ({"structured_outputs": {"grammar": 'start: "ab" X\nX: /[^\\s\\S]/'}}, "structured_outputs", "no text can match"),
+        ({"guided_json": {"type": "string", "pattern": r"[^\s\S]"}}, "guided_json", "at $: Unsatisfiable"),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (TEXT, {"prompt": "x"})])
@@ -152,7 +161,7 @@ FORMAT = {"type": "json_schema", "name": "n", "schema": NEVER}
         (
             "/v1/messages",
             {"max_tokens": 4, "tools": [{"name": "f", "input_schema": NEVER}], "tool_choice": {"type": "any"}},
-            "parameters",
+            "input_schema",
         ),
     ],
 )
@@ -164,3 +173,35 @@ def test_a_grammar_without_any_text_is_refused_by_every_endpoint(
     assert reply.status_code == 400, reply.text
     assert part in reply.json()["error"]["message"]
     assert "Bias" not in reply.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "objekt"}, "{field}.schema: the JSON schema cannot be used: at $"),
+        (None, "{field} of type json_schema needs schema"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [("/v1/responses", "text.format", {"input": "x"}), ("/v1/messages", "output_config.format", {"max_tokens": 4, **HI})],
+)
+def test_errors_name_the_field_that_the_client_gave(
+    server: RunningServer, path: str, field: str, body: dict[str, Any], schema: Any, said: str
+) -> None:
+    holder = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    reply = server.post(path, {**body, **({"text": holder} if "input" in body else {"output_config": holder})})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert said.format(field=field) in error["message"]
+    assert "response_format" not in reply.text
+    assert error.get("param", field) == field
+
+
+def test_errors_of_tools_name_their_fields_as_the_client_has_them(server: RunningServer) -> None:
+    tool = {"name": "f", "input_schema": NEVER}
+    body: dict[str, Any] = {"max_tokens": 4, **HI, "tools": [tool], "tool_choice": {"type": "any"}}
+    assert "tools[0].input_schema: " in server.post("/v1/messages", body).json()["error"]["message"]
+    body = {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": NEVER}], "tool_choice": "required"}
+    assert "tools[0].parameters: " in server.post("/v1/responses", body).json()["error"]["message"]
+    assert server.post("/v1/responses", {"input": "z" * 2000}).json()["error"]["param"] == "input"

@@ -102,6 +102,26 @@ def test_a_call_cut_by_length_keeps_what_there_is(server: RunningServer) -> None
     assert told(streamed(server, CALL, max_tokens=len(server.tokens(CALL[:cut])))) == expected
 
 
+@pytest.mark.parametrize(
+    ("written", "body", "expected"),
+    [
+        ('<tool_call>\n{"na', {}, ('<tool_call>\n{"na', "", [], "length")),
+        ('<tool_call>\n{"na', {"tool_choice": "required"}, ("", "", [], "length")),
+        ('<tool_call>\n{"na', {"tool_choice": NAMED}, ("", "", [("weather", "")], "length")),
+        ('<tool_call>\n{"name": "weather", "ar', {}, ("", "", [("weather", "")], "length")),
+        ('<tool_call>\n{"name": "weather", "arguments": {"ci', {"stop": "zzz"}, ("", "", [("weather", '{"ci')], "length")),
+        ("<tool_c", {"tool_choice": "required"}, ("", "", [], "length")),
+    ],
+)
+def test_a_call_cut_by_length(server: RunningServer, written: str, body: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    """With its name known it is a call; before that it is text where the model was free to write one, and nothing where it was not."""
+    count = len(server.tokens(written))
+    whole = written + "x" * 20
+    assert server.tokens(whole)[:count] == server.tokens(written)
+    assert told(ask(server, whole, max_tokens=count, **body)) == expected
+    assert told(streamed(server, whole, max_tokens=count, **body)) == expected
+
+
 def grammar_of(server: RunningServer) -> str:
     constraint = server.fake.seen[-1].sampling.constraint
     return "" if constraint is None else constraint.grammar
@@ -170,6 +190,21 @@ def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) ->
         assert server.llm.tokenizer.decode(server.fake.seen[-1].prompt_token_ids) == "True none"
 
 
+def test_an_unknown_reasoning_effort_is_refused_with_those_there_are(server: RunningServer) -> None:
+    for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
+        assert server.post(PATH, {"messages": HI, "reasoning_effort": effort}).status_code == 200
+    for path, body, param in (
+        (PATH, {"messages": HI, "reasoning_effort": "zzz"}, "reasoning_effort"),
+        ("/v1/responses", {"input": "x", "reasoning": {"effort": "zzz"}}, "reasoning.effort"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 3, "output_config": {"effort": "zzz"}}, "output_config.effort"),
+    ):
+        reply = server.post(path, body)
+        assert reply.status_code == 400, reply.text
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"{param} must be one of none, minimal, low, medium, high, xhigh, max")
+        assert reply.json()["error"].get("param", param) == param
+
+
 @pytest.mark.parametrize("names", [['a"b'], [""], ["a b"], ["a\n"], ["é"], ["x" * 129], ["f", "g", "f"]])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer, names: list[str], choice: str) -> None:
@@ -178,6 +213,23 @@ def test_names_that_cannot_be_called_and_names_given_twice(server: RunningServer
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == "tools"
     assert f"tools[{len(names) - 1}].function.name" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("strict", "yes"), ("strict", 1), ("description", 5)])
+def test_fields_of_tools_are_taken_at_their_word(server: RunningServer, field: str, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", field: value}}
+    reply = server.post(PATH, {"messages": HI, "tools": [tool]})
+    assert reply.status_code == 400, reply.text
+    assert f"tools[0].function.{field} must be" in reply.json()["error"]["message"]
+    assert server.post(PATH, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f", field: None}}]}).status_code == 200
+
+
+def test_earlier_calls_must_be_calls(server: RunningServer) -> None:
+    for function in (5, None, {"name": 3}):
+        messages = [*HI, {"role": "assistant", "content": "x", "tool_calls": [{"id": "1", "type": "function", "function": function}]}]
+        reply = server.post(PATH, {"messages": messages})
+        assert reply.status_code == 400, reply.text
+        assert "messages[1].tool_calls[0].function" in reply.json()["error"]["message"]
 
 
 def test_usual_names_are_fine(server: RunningServer) -> None:

@@ -18,8 +18,10 @@ EOS = 2
 """<|im_end|>"""
 
 
-def write_tiny_checkpoint(folder: Path, *, max_model_len: int = 512, bos: bool = False, chat: bool = True) -> Path:
-    """Writes the files; returns the folder. Ids: 0-2 special, 3-258 the bytes, then the merges."""
+def write_tiny_checkpoint(
+    folder: Path, *, max_model_len: int = 512, bos: bool = False, chat: bool = True, more: tuple[str, ...] = ()
+) -> Path:
+    """Writes the files; returns the folder. Ids: 0-2 special, 3-258 the bytes, then the merges, then `more` tokens (not special)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(SPECIAL)}
     vocab |= {token: len(SPECIAL) + i for i, token in enumerate(alphabet)}
@@ -30,12 +32,13 @@ def write_tiny_checkpoint(folder: Path, *, max_model_len: int = 512, bos: bool =
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in more])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(vocab),
+        "vocab_size": len(vocab) + len(more),
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 1,

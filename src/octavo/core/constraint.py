@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
+from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint
 from octavo.protocol.step import Int32, TokenMasks
@@ -96,7 +97,7 @@ class Constraint:
         if token in self._eos and matcher.complete:
             self.finished = True
         elif not matcher.accept(token):
-            raise GrammarError(f"The grammar could not follow the output: {matcher.problem() or 'an unexpected token'}")
+            raise GrammarError(f"{self._spec.field}: the grammar could not follow the output: {matcher.problem() or 'an unexpected token'}")
 
     def mask(self, words: Words) -> Matcher | None:
         """Write what may come next into `words`, all of it; or return the matcher that will (it may be asked in parallel)."""
@@ -115,13 +116,24 @@ class Constraint:
 
     def problem(self) -> str:
         """Why the last mask is of no use; "" if it is."""
-        return "" if self._matcher is None else self._matcher.problem()
+        problem = "" if self._matcher is None else self._matcher.problem()
+        if not problem:
+            return ""
+        if runs_dead(problem):
+            return f"{self._spec.field}: the output came to a part of the grammar that no text can match. Take that part out of it."
+        return f"{self._spec.field}: the grammar became too complex on the way: {problem}"
 
 
 def _allow(words: Words, token: int) -> None:
     bits: Any = words.view(np.uint32)
     if token // 32 < len(bits):
         bits[token // 32] |= np.uint32(1 << (token % 32))
+
+
+def blamed(request: Request) -> str | None:
+    """The field of a request that its constraint comes from."""
+    spec = request.sampling.constraint
+    return None if spec is None else spec.field.partition(".")[0]
 
 
 class Constraints:
@@ -201,7 +213,7 @@ class Constraints:
         self._compiler.fill(later, words)
         for row, request in enumerate(requests):
             if request.constraint is not None and (problem := request.constraint.problem()):
-                problems[row] = f"The grammar of this request became too complex: {problem}"
+                problems[row] = problem
                 words[row] = -1
         return TokenMasks(slots, words), problems
 

@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, field
 
 from octavo.core.batch import Batch
-from octavo.core.constraint import Constraints
+from octavo.core.constraint import Constraints, blamed
 from octavo.core.kv.manager import BlockRun, KVManager
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Family, Request, RequestState, expand
@@ -152,7 +152,7 @@ class Lifecycle:
 
     def _refuse_all(self, siblings: list[Request], problem: str) -> None:
         for request in reversed(siblings):  # the leader last: nobody takes over from it then
-            self.fail(request, problem)
+            self.fail(request, problem, param=blamed(request))
 
     def _refusal(self, new: NewRequest) -> str | None:
         """Why `new` cannot be served, in one sentence; None when it can."""
@@ -277,13 +277,19 @@ class Lifecycle:
         self.output_length.observe(request.num_outputs)
         self._end(request)
 
-    def fail(self, request: Request, message: str) -> None:
-        """End `request` with an error for the user."""
+    def fail(self, request: Request, message: str, *, param: str | None = None) -> None:
+        """End `request` with an error for the user.
+
+        Args:
+            param: the field of the request that is to blame.
+        """
         if request.state in (RequestState.FINISHED, RequestState.HELD):
             return
         if request.slot >= 0:
             self.kv.close(request.slot)
-        self.outbox.append(TokenDelta(request.id, request.index, [], FinishReason.ERROR, error=message, times=request.times()))
+        self.outbox.append(
+            TokenDelta(request.id, request.index, [], FinishReason.ERROR, error=message, error_param=param, times=request.times())
+        )
         request.hold = False
         self._end(request, failed=True)
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from octavo.config.types import SchedulerConfig
 from octavo.core.batch import Batch, Slots
+from octavo.core.constraint import blamed
 from octavo.core.kv.block_pool import NULL_BLOCK, OutOfBlocks
 from octavo.core.kv.manager import KVManager, Match
 from octavo.core.kv.prefix_tree import common_tokens
@@ -484,7 +485,7 @@ class Scheduler:
         requests = [self.batch.occupant(slot) for slot in slots.tolist()]
         masks, problems = self.life.constraints.masks(slots, requests)
         for row, problem in problems.items():
-            self.life.fail(requests[row], problem)
+            self.life.fail(requests[row], problem, param=blamed(requests[row]))
         return masks
 
 

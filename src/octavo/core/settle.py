@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.core.batch import Batch, Slots
+from octavo.core.constraint import blamed
 from octavo.core.kv.manager import KVManager
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy
@@ -184,7 +185,7 @@ class Settler:
         try:
             constraint.accept(token)
         except Exception as error:
-            self.life.fail(request, f"{error}")
+            self.life.fail(request, f"{error}", param=blamed(request))
             return False
         return constraint.finished
 

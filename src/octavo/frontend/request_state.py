@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from octavo.errors import OctavoError, RequestFailed
+from octavo.errors import InvalidRequest, OctavoError, RequestFailed
 from octavo.frontend.outputs import CompletionOutput, FinishedRequest, Logprob, PositionLogprobs, RequestOutput
 from octavo.frontend.processor import Prepared
 from octavo.frontend.text.detokenizer import IncrementalDetokenizer
@@ -42,6 +42,8 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.error_param: str | None = None
+        """The field of the request that is to blame."""
         self.last_token_time = 0.0
         self.times = RequestTimes()
         self._sampling = sampling
@@ -86,6 +88,7 @@ class SequenceState:
             self.finish_reason = FinishReason.STOP
         elif finish is not None:
             self.finish_reason, self.stop_reason, self.error = finish, delta.stop_reason, delta.error
+            self.error_param = delta.error_param
         return stopped and finish is None
 
     def abort(self) -> None:
@@ -251,9 +254,10 @@ class RequestState:
     def failure(self) -> OctavoError | None:
         """Why the request as a whole failed, if it did: the engine is gone, or a sibling could not go on."""
         if self.error is None:
-            message = next((s.error for s in self.sequences if s.finish_reason is FinishReason.ERROR), None)
-            if message is not None:
-                self.error = RequestFailed(message)
+            failed = next((s for s in self.sequences if s.finish_reason is FinishReason.ERROR and s.error is not None), None)
+            if failed is not None:
+                message, param = str(failed.error), failed.error_param
+                self.error = RequestFailed(message) if param is None else InvalidRequest(message, param=param)
         return self.error
 
     def take(self) -> RequestOutput | None:

@@ -17,7 +17,8 @@ import msgspec
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.grammar.compiler import engine_tokenizer
-from octavo.grammar.source import beginning_problem, grammar_source
+from octavo.grammar.reach import emptiness, other_than_blanks
+from octavo.grammar.source import grammar_source
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
 
@@ -40,7 +41,7 @@ class GrammarDoor:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary] | None = None) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer: tuple[Any, int] | None = None
+        self._tokenizer: tuple[Any, Vocabulary] | None = None
         self._tokenizer_lock = threading.Lock()
         self._known: OrderedDict[bytes, str | OctavoError] = OrderedDict()
         self._lock = threading.Lock()
@@ -61,7 +62,7 @@ class GrammarDoor:
         if found is None:
             try:
                 found = grammar_source(wish)
-                self._check_beginning(wish, found)
+                self._check_reach(wish, found)
             except InvalidRequest as error:
                 found = error
             with self._lock:
@@ -73,15 +74,26 @@ class GrammarDoor:
         assert isinstance(found, str)
         return found
 
-    def _check_beginning(self, wish: StructuredOutputsParams, source: str) -> None:
-        """Compute what may come first, as the engine core will."""
+    def _check_reach(self, wish: StructuredOutputsParams, source: str) -> None:
+        """Follow the grammar from its beginning, as the engine core will."""
         if self._vocabulary is None:
             return
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 vocabulary = self._vocabulary()
-                self._tokenizer = engine_tokenizer(vocabulary), len(vocabulary.tokens)
-        if problem := beginning_problem(source, *self._tokenizer):
+                self._tokenizer = engine_tokenizer(vocabulary), vocabulary
+        if wish.whitespace_pattern is not None and not emptiness(other_than_blanks(wish.whitespace_pattern), *self._tokenizer):
+            raise InvalidRequest(
+                "structured_outputs.whitespace_pattern must match nothing but what JSON allows between its tokens: spaces, tabs and line "
+                r"breaks, as in [ \t\n\r]*.",
+                param="structured_outputs",
+            )
+        problem = emptiness(source, *self._tokenizer)
+        if not problem and (wish.json is not None) and not wish.disable_any_whitespace:
+            # Blanks only hide a dead end: they are always allowed, so that it takes long to run out of them.
+            bare = msgspec.structs.replace(wish, disable_any_whitespace=True, whitespace_pattern=None)
+            problem = emptiness(grammar_source(bare), *self._tokenizer)
+        if problem:
             kind = next(
                 name for name in ("json_object", "json", "regex", "choice", "grammar", "structural_tag") if getattr(wish, name) is not None
             )

@@ -23,6 +23,8 @@ MAX_CACHED = 256
 COMPILE_THREADS = 2
 PARALLEL_FROM = 4
 """Masks of a step from which on they are computed by several threads."""
+MASK_THREADS = 8
+"""At most. They work while a step waits for its masks, when nothing else does."""
 
 Words = npt.NDArray[np.int32]
 """[vocabulary / 32] one bit a token, lowest first."""
@@ -95,7 +97,7 @@ class GrammarCompiler:
                 matcher.fill(words[row])
             return
         if self._masks is None:
-            self._masks = llguidance().LLExecutor(num_threads=max(1, min(8, (os.cpu_count() or 2) // 2)))
+            self._masks = llguidance().LLExecutor(num_threads=min(MASK_THREADS, os.cpu_count() or 1))
         inner = [(matcher.raw, row) for matcher, row in matchers]
         self._masks.unsafe_compute_mask_ptr(inner, words.ctypes.data, words.shape[1] * 4, words.shape[0])
 

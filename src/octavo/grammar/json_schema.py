@@ -48,18 +48,38 @@ def prepared(schema: Any, *, closed: bool = False) -> Any:
     if not isinstance(schema, dict):
         return copy.deepcopy(schema)
     result: dict[str, Any] = {}
+    idle = _idle(schema)
     for key, value in schema.items():
+        if key in idle:
+            continue
         if key in _MAPS and isinstance(value, dict):
             result[key] = {name: prepared(inner, closed=closed) for name, inner in value.items()}
         elif key in _LISTS or key in _SINGLE:
             result[key] = prepared(value, closed=closed)
         elif key == "format" and not (isinstance(value, str) and value in FORMATS):
             continue
+        elif key in _COUNTS and isinstance(value, float) and value.is_integer():
+            result[key] = int(value)  # 2.0, which the engine does not take for a whole number
         else:
             result[key] = value
     if closed and "properties" in result:
         result.setdefault("additionalProperties", False)
     return result
+
+
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+def _idle(schema: dict[str, Any]) -> set[str]:
+    """Keywords that say nothing in this schema, which the engine would refuse all the same."""
+    idle = {"uniqueItems"} if schema.get("uniqueItems") is False else set()
+    if "contains" not in schema:
+        idle |= {"minContains", "maxContains"}
+    if "if" not in schema:
+        idle |= {"then", "else"}
+    elif "then" not in schema and "else" not in schema:
+        idle.add("if")
+    return idle
 
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")

@@ -55,5 +55,5 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
 
 
 def choices(texts: Sequence[str]) -> str:
-    """A grammar of exactly these texts."""
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    """A grammar of exactly these texts. One terminal, not a rule: the parser would follow each of them by itself, two thousand at most."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
-
 from octavo.errors import InvalidRequest
 from octavo.grammar.json_schema import endless, failing_path, pointer, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
@@ -159,24 +157,6 @@ def _problem(source: str) -> str:
     return one_line(messages[0]) if failed else ""
 
 
-def beginning_problem(source: str, tokenizer: Any, num_tokens: int) -> str:
-    """What is wrong with where a grammar begins; "" when some token can come first, or the end.
-
-    Args:
-        source: a grammar whose form is fine.
-        tokenizer: of `compiler.engine_tokenizer`.
-        num_tokens: of its vocabulary.
-    """
-    matcher = llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
-    words = np.zeros(-(-num_tokens // 32), np.int32)
-    if not matcher.is_error():
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * 4)
-    if matcher.is_error():
-        error = str(matcher.get_error())
-        return "no text can match it." if "NoExtension" in error else "it is too complex. Use a simpler one, with smaller repetitions."
-    return "" if words.any() else "no text can match it."
-
-
 def limits() -> Any:
     """What one grammar may cost: about a second to build, a tenth to step; tens of MB."""
     return llguidance().LLParserLimits(
@@ -213,4 +193,4 @@ def _document(value: Any, param: str) -> dict[str, Any]:
     return value
 
 
-__all__ = ["beginning_problem", "check_ends", "check_lenient", "grammar_source", "inline_json", "json_source", "limits", "parsed_schema"]
+__all__ = ["check_ends", "check_lenient", "grammar_source", "inline_json", "json_source", "limits", "parsed_schema"]

@@ -137,6 +137,8 @@ class TokenDelta(msgspec.Struct, array_like=True, gc=False):
     """What a pooling request asked for, on its only delta."""
     prompt_progress: PromptProgress | None = None
     """On a delta without tokens, for a request that asked for it."""
+    error_param: str | None = None
+    """Set with `error` when a field of the request is to blame: its name."""
 
 
 class PromptProgress(msgspec.Struct, array_like=True, gc=False, frozen=True):

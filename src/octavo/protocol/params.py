@@ -53,6 +53,8 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
     """The run of tokens that ends the reasoning; empty when there is none to wait for."""
     reasoning_budget: int | None = None
     """Most tokens of reasoning."""
+    field: str = "structured_outputs"
+    """The request's field that the grammar comes from, for errors."""
     reasoning_stop_ids: list[int] = []
     """What is written when the budget is used up; ends with `reasoning_end_ids`."""
 

@@ -1,4 +1,4 @@
-"""Steps on a CPU as one call into compiled code, wherever their rows want nothing of the sampler but a draw.
+"""Steps on a CPU as one call into compiled code, wherever their rows want nothing of the sampler but a draw, masked or not.
 
 The counterpart of `worker/graphs.py`: a step operation by operation costs more in calls than a small model's forward pass does.
 """
@@ -11,10 +11,13 @@ import torch
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.models.compiled import CompiledDecoder
 from octavo.ops.cpu.steps import SlotMemory
-from octavo.protocol.step import StepPlan
+from octavo.protocol.step import Int32, StepPlan
 from octavo.sampling.random import row_keys
 from octavo.sampling.state import Feature, SamplerState
 from octavo.worker.slots import SlotTables
+
+_DRAW = int(Feature.RANDOM | Feature.FILTERS)
+"""What the draw does. A plain number: an array keeps its dtype beside it, which an enumeration would widen."""
 
 
 class NativeSteps:
@@ -27,9 +30,9 @@ class NativeSteps:
         self._steps = model.steps(attention, SlotMemory(tables.tokens, tables.blocks, state.numbers, tables.block_size))
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether all that the rows of a plan want is a draw."""
+        """Whether all that the rows of a plan want is a draw, of all tokens or of those that their grammars allow."""
         state, slots = self._state, plan.slots
-        special = (state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any() or state.wants_prompt_logprobs[slots].any()
+        special = (state.features[slots] & ~(_DRAW | Feature.MASKED)).any() or state.wants_prompt_logprobs[slots].any()
         return plan.num_tokens > 0 and not special
 
     def launch(self, plan: StepPlan) -> torch.Tensor:
@@ -41,8 +44,16 @@ class NativeSteps:
         if plan.init:
             self._tables.update(plan)
         state, slots = self._state, plan.slots[plan.sample]
-        modes, keys = state.features[slots], None
-        if modes.any():
+        modes, keys = state.features[slots] & _DRAW, None
+        if (modes & Feature.RANDOM).any():
             positions = (plan.start + plan.count)[plan.sample]
             keys = row_keys(state.seeds[slots], state.indices[slots], positions).astype(np.uint32).view(np.int32)
-        return torch.from_numpy(self._steps.run(plan, modes, keys))
+        return torch.from_numpy(self._steps.run(plan, modes, keys, _mask_rows(plan, slots)))
+
+
+def _mask_rows(plan: StepPlan, slots: Int32) -> Int32 | None:
+    """[sampled rows] which mask of the plan holds for each, -1 for none."""
+    if plan.masks is None:
+        return None
+    places = {slot: i for i, slot in enumerate(plan.masks.slots.tolist())}
+    return np.asarray([places.get(slot, -1) for slot in slots.tolist()], np.int32)

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.grammar.compiler import engine_tokenizer
 from octavo.grammar.json_schema import malformed, pointer, prepared
-from octavo.grammar.source import beginning_problem, check_lenient, grammar_source
-from octavo.protocol.engine import Vocabulary
+from octavo.grammar.source import check_lenient, grammar_source
 from octavo.protocol.params import StructuredOutputsParams
 
 
@@ -126,25 +124,6 @@ def test_bad_structural_tags(tag: dict[str, Any], place: str) -> None:
     assert place in refusal(structural_tag=tag)
 
 
-@pytest.mark.parametrize(
-    ("wish", "problem"),
-    [
-        ({"regex": r"[^\s\S]"}, "no text"),
-        ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too complex"),
-        ({"grammar": 'start: start "a"'}, "no text"),
-        ({"grammar": 'start: ""'}, ""),
-        ({"regex": "a{1,1000}"}, ""),
-        ({"json": {"type": "object"}}, ""),
-    ],
-)
-def test_where_a_grammar_begins(wish: dict[str, Any], problem: str) -> None:
-    tokens = [bytes([i]) for i in range(256)] + [b"<eos>"] + [b"a" * n for n in range(2, 60)]
-    tokenizer = engine_tokenizer(Vocabulary(tokens, [256], [256]))
-    found = beginning_problem(grammar_source(StructuredOutputsParams(**wish)), tokenizer, len(tokens))
-    assert problem in found
-    assert bool(found) == bool(problem)
-
-
 LINK = {"type": "object", "properties": {"next": {"$ref": "#/$defs/link"}}, "required": ["next"]}
 MAYBE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/link"}, {"type": "null"}]}}, "required": ["next"]}
 
@@ -173,3 +152,12 @@ def test_schemas_that_need_themselves_without_end(schema: dict[str, Any], path: 
 )
 def test_recursive_schemas_that_end_are_fine(schema: dict[str, Any]) -> None:
     assert grammar_source(StructuredOutputsParams(json=schema))
+
+
+def test_keywords_that_say_nothing_are_no_reason_to_refuse() -> None:
+    idle = {"uniqueItems": False, "minContains": 1, "maxContains": 2, "then": False, "else": False}
+    assert prepared({"type": "array", **idle, "maxItems": 2.0}) == {"type": "array", "maxItems": 2}
+    assert prepared({"if": {"type": "null"}, "items": {"if": True}}) == {"items": {}}
+    kept = {"uniqueItems": True, "contains": {}, "minContains": 1, "if": {}, "then": {}, "minItems": 1.5}
+    assert prepared(kept) == kept
+    assert prepared({"properties": {"then": {}, "else": {}}}) == {"properties": {"then": {}, "else": {}}}

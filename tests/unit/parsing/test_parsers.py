@@ -101,11 +101,11 @@ def test_what_is_read(name: str, text: str, answer: str, calls: list[Call]) -> N
         assert not call.complete or json.loads(call.arguments) is not None
 
 
-def joined(form: ReplyFormat, pieces: list[str]) -> Reply:
+def joined(form: ReplyFormat, pieces: list[str], *, cut_short: bool = False) -> Reply:
     parser, reply = ReplyParser(form), Reply()
     for piece in pieces:
         reply.add(parser.push(piece))
-    reply.add(parser.finish())
+    reply.add(parser.finish(cut_short=cut_short))
     return reply
 
 
@@ -140,7 +140,7 @@ ALPHABET = [
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
 @settings(max_examples=150, deadline=None)
-@given(parts=st.lists(st.sampled_from(ALPHABET), max_size=14), places=st.lists(st.integers(0, 200), max_size=6), flags=st.integers(0, 7))
+@given(parts=st.lists(st.sampled_from(ALPHABET), max_size=14), places=st.lists(st.integers(0, 200), max_size=6), flags=st.integers(0, 31))
 def test_any_text_at_any_split(name: str, parts: list[str], places: list[int], flags: int) -> None:
     text = "".join(parts)
     form = ReplyFormat(
@@ -150,10 +150,68 @@ def test_any_text_at_any_split(name: str, parts: list[str], places: list[int], f
         opened=bool(flags & 2),
         max_calls=1 if flags & 4 else None,
         whole_calls=bool(flags & 2),
+        must_call=bool(flags & 8),
     )
-    whole = read_whole(form, text)
-    assert joined(form, cut(text, [min(place, len(text)) for place in places])) == whole
-    assert joined(form, list(text)) == whole
+    cut_short = bool(flags & 16)
+    whole = read_whole(form, text, cut_short=cut_short)
+    assert joined(form, cut(text, [min(place, len(text)) for place in places]), cut_short=cut_short) == whole
+    assert joined(form, list(text), cut_short=cut_short) == whole
+
+
+WHOLE_CALLS = [(name, text, calls) for name, text, answer, calls in CASES if calls and not answer]
+
+
+@pytest.mark.parametrize("whole_calls", [False, True])
+@pytest.mark.parametrize(("name", "text", "calls"), WHOLE_CALLS)
+def test_a_reply_cut_anywhere_is_the_beginning_of_its_calls(name: str, text: str, calls: list[Call], whole_calls: bool) -> None:
+    form = ReplyFormat(TOOL_FORMATS[name], SCHEMAS, whole_calls=whole_calls)
+    must = ReplyFormat(TOOL_FORMATS[name], SCHEMAS, must_call=True)
+    known = 0
+    for end in range(1, len(text)):
+        reply = read_whole(form, text[:end], cut_short=True)
+        assert joined(form, list(text[:end]), cut_short=True) == reply
+        assert len(reply.calls) >= known, "a longer beginning knows no less"
+        known = len(reply.calls)
+        for call, whole in zip(reply.calls, calls, strict=False):
+            assert call.name == whole.name
+            assert whole.arguments.startswith(call.arguments)
+            assert call.arguments == whole.arguments or not call.complete
+        assert read_whole(must, text[:end], cut_short=True) == Reply(calls=reply.calls), "nothing of a demanded call is an answer"
+    assert known == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "call"),
+    [
+        ("json", '{"name": "f"', Call("f")),
+        ("json", '[{"name": "f", "argu', Call("f")),
+        ("json", '{"name": "f", "arguments": {"s": "ab', Call("f", '{"s": "ab')),
+        ("json", '{"type": "function", "function": {"name": "f", "parameters": {"a": 1', Call("f", '{"a": 1')),
+        ("json", '{"arguments": {"a": 1}, "name": "f"', Call("f", '{"a": 1}')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\', Call("f", '{"a": ')),
+        ("llama3_json", '{"name": "f", "parameters": {"a"', Call("f", '{"a"')),
+        ("mistral_named", "[TOOL_CALLS]f[ARGS]", Call("f")),
+        ("granite", '<|tool_call|>[{"name": "f"', Call("f")),
+        ("pythonic", '[f(a=1, s="x', Call("f", '{"a": 1')),
+        ("pythonic", "[f(", Call("f")),
+        ("qwen3_coder", "<tool_call><function=f><parameter=s>some te", Call("f", '{"s": "some te')),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=s>x</para", Call("f", '{"a": 1, "s": "x')),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", Call("f")),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n``", Call("f")),
+        ("openai", "<|channel|>commentary to=functions.f <|const", Call("f")),
+        ("openai", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a"', Call("f", '{"a"')),
+    ],
+)
+def test_a_call_cut_by_a_limit_is_a_call_as_soon_as_its_name_is_known(name: str, text: str, call: Call) -> None:
+    for whole_calls in (False, True):
+        form = ReplyFormat(TOOL_FORMATS[name], SCHEMAS, whole_calls=whole_calls)
+        assert read_whole(form, text, cut_short=True) == Reply(calls=[call])
+
+
+def test_a_demanded_call_of_the_only_tool_has_its_name_from_the_start() -> None:
+    form = ReplyFormat(TOOL_FORMATS["json"], {"f": {}}, must_call=True)
+    assert read_whole(form, '[{"na', cut_short=True) == Reply(calls=[Call("f")])
+    assert read_whole(form, '[{"na') == Reply('[{"na')
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOL_FORMATS) - {"openai"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,8 @@ from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.cpu import abi
 from octavo.ops.registry import load_ops
-from octavo.protocol.params import SamplingParams
-from octavo.protocol.step import StepPlan
+from octavo.protocol.params import OutputConstraint, SamplingParams
+from octavo.protocol.step import StepPlan, TokenMasks
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.native_steps import NativeSteps
@@ -98,3 +99,54 @@ def test_unusable_logits_fail_their_request_alone(models: dict[str, Model]) -> N
     assert counted is not None and counted.launches == 2
     assert list(result.errors or {}) == [0]
     assert result.tokens[1] >= 0
+
+
+def masked(runner: Runner, seed: int) -> list[dict[int, int]]:
+    """Greedy, random, filtered and unmasked rows under masks of every density, whose rows are in another order than the plan's."""
+    chance = np.random.default_rng(seed)
+    held = OutputConstraint(grammar="x")
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=None, constraint=held),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=None, constraint=held),
+        SamplingParams(temperature=1.2, top_k=20, top_p=0.9, seed=6, max_tokens=None, constraint=held),
+        SamplingParams(temperature=0.9, seed=7, max_tokens=None),
+    ]
+    plans, results = Plans(), []
+    width = -(-VOCAB // 32)
+    for step in range(8):
+        rows = [Row(slot, 0, 3, True) if step == 0 else Row(slot, step + 2, 1, True) for slot in range(4)]
+        init = [slot_init(slot, [3, 4, slot], [1 + 4 * slot + j for j in range(4)], sampling=sampling[slot]) for slot in range(4)]
+        plan = plans(rows, init=init if step == 0 else [])
+        allowed = chance.random((3, width * 32)) < (0.5, 0.02, 1.0, 0.2)[step % 4]
+        allowed[:, chance.integers(0, VOCAB)] = True
+        words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+        plan.masks = TokenMasks(np.asarray([2, 0, 1], np.int32), words)
+        result = settle(runner.launch(plan), "float32")
+        tokens = dict(zip(result.slots.tolist(), result.tokens.tolist(), strict=True))
+        assert not result.errors
+        assert all(allowed[row, tokens[slot]] for row, slot in enumerate((2, 0, 1)))
+        results.append(tokens)
+    return results
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_hold_in_whole_steps_as_operation_by_operation(models: dict[str, Model], seed: int) -> None:
+    expected = masked(runner_of(models["cpu"], native=False, whole=False)[0], seed)
+    assert masked(runner_of(models["native"], native=True, whole=False)[0], seed) == expected
+    runner, counted = runner_of(models["native"], native=True, whole=True)
+    assert masked(runner, seed) == expected
+    assert counted is not None
+    assert counted.launches == 8
+
+
+def test_a_mask_that_allows_nothing_fails_its_request_alone(models: dict[str, Model]) -> None:
+    runner, _ = runner_of(models["native"], native=True, whole=True)
+    held = SamplingParams(temperature=0.0, max_tokens=None, constraint=OutputConstraint(grammar="x"))
+    init = [slot_init(slot, [3, 4, 5], [slot + 1], sampling=held) for slot in range(2)]
+    plan = Plans()([Row(slot, 0, 3, True) for slot in range(2)], init=init)
+    words = np.zeros((2, -(-VOCAB // 32)), np.int32)
+    words[1] = 1 << 7
+    plan.masks = TokenMasks(np.asarray([0, 1], np.int32), words)
+    result = settle(runner.launch(plan), "float32")
+    assert list(result.errors or {}) == [0]
+    assert result.tokens[1] % 32 == 7

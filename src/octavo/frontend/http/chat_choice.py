@@ -10,6 +10,9 @@ from octavo.frontend.outputs import CompletionOutput
 from octavo.frontend.parsing.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from octavo.frontend.parsing.reply import ReplyParser, read_whole
 
+CUT_SHORT = ("length", "abort")
+"""Finish reasons of replies that would have gone on."""
+
 
 def finish_reason(reason: str | None, plan: ReplyPlan, complete_calls: int) -> str | None:
     """A reply that stopped after calls ends with "tool_calls", unless the one call was ordered by name."""
@@ -22,7 +25,7 @@ def whole_message(
     """The message of a finished choice, and its finish_reason."""
     if plan.form.plain:
         return Message(role, echo + output.text), output.finish_reason
-    reply = read_whole(plan.form, output.text)
+    reply = read_whole(plan.form, output.text, cut_short=output.finish_reason in CUT_SHORT)
     text = echo + reply.text
     message = Message(role, text if text or not (reply.calls or reply.reasoning) else None)
     if reply.reasoning and include_reasoning:
@@ -49,7 +52,7 @@ class ChoiceStream:
             return Delta(content=output.text), output.finish_reason
         events = self._parser.push(output.text)
         if output.finish_reason is not None:
-            events += self._parser.finish()
+            events += self._parser.finish(cut_short=output.finish_reason in CUT_SHORT)
         delta = self._of(events)
         return delta, finish_reason(output.finish_reason, self._plan, self._complete)
 

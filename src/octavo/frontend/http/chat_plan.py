@@ -60,7 +60,7 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
     defaults = ctx.llm.default_sampling_params
     wish = wish_of(body)
     params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
-    prompt = await render(ctx.llm, body, trust_template=settings.trust_request_chat_template)
+    prompt = await render(ctx.llm, body, settings=settings)
     plan = await plan_reply(
         ctx.llm,
         settings,

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.frontend.http.errors import clip
+from octavo.frontend.http.errors import clip, short_repr
 from octavo.frontend.http.prompts import EncodedPrompt, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
+from octavo.frontend.parsing.formats import CallSyntax, tool_format
+from octavo.frontend.text.template_inspection import check_template, knows_tools
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.http.settings import ServerSettings
+    from octavo.frontend.text.chat_template import ChatTemplates
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
 """Names in chat_template_kwargs that are fields of the request itself."""
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_template: bool) -> EncodedPrompt:
+
+async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings: ServerSettings) -> EncodedPrompt:
     """The conversation of `body` as text and token ids.
 
     Raises:
@@ -34,12 +41,16 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
             f"chat_template_kwargs must not hold {', '.join(clash)}: use the request's own field.", param="chat_template_kwargs"
         )
     template = body.chat_template or kwargs.pop("chat_template", None)
-    if template is not None and not trust_template:
+    if template is not None and not settings.trust_request_chat_template:
         raise InvalidRequest(
             "This server does not use chat templates from requests; it can be started with --trust-request-chat-template.",
             param="chat_template",
         )
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        if body.reasoning_effort not in EFFORTS:
+            raise InvalidRequest(
+                f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {short_repr(body.reasoning_effort)}.", param="reasoning_effort"
+            )
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             # What templates call it.
@@ -48,13 +59,15 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
     try:
+        tools, call_syntax = _tools(llm, body, settings.tool_call_parser, template)
         text = llm.tokenizer.apply_chat_template(
             body.messages,
-            tools=body.tools,
+            tools=tools,
             documents=body.documents,
             add_generation_prompt=generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             chat_template=template,
+            call_syntax=call_syntax,
             **kwargs,
         )
     except OctavoError:
@@ -72,6 +85,15 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, trust_te
     return EncodedPrompt(ids, text)
 
 
+def _tools(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, parser: str | None, template: str | None) -> tuple[Any, CallSyntax | None]:
+    """The tools that the prompt shows, and how it says to write calls, where the template does not (None: calls are not read)."""
+    source = llm.tokenizer.templates.select(template, bool(body.tools))
+    form = tool_format(parser, source)
+    # A template that knows tools decides for itself what it shows.
+    hidden = isinstance(body, ChatRequest) and body.tool_choice == "none" and not knows_tools(source)
+    return None if hidden else body.tools, form.syntax if form is not None else None
+
+
 def final_message(body: ChatRequest, role: str) -> str:
     """The text of the last message if `role` wrote it: what `echo` repeats."""
     last = body.messages[-1]
@@ -79,3 +101,31 @@ def final_message(body: ChatRequest, role: str) -> str:
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
     return content if isinstance(content, str) else ""
+
+
+def start_notes(templates: ChatTemplates, settings: ServerSettings) -> list[str]:
+    """What whoever starts a server should know of its chats."""
+    try:
+        source = templates.select(None, True)
+    except InvalidRequest:
+        return [
+            "This model has no chat template: /v1/chat/completions and what builds on it will refuse requests; /v1/completions works. "
+            "Give a template with --chat-template FILE (chatml, say, if the model knows it)."
+        ]
+    form = tool_format(settings.tool_call_parser, source)
+    if check_template(source) or knows_tools(source) or form is None:
+        return []
+    if form.syntax is None:
+        return [
+            f"The chat template does not mention tools, and none of a request is shown to the model in the format {form.name}. "
+            "Use --tool-call-parser json, or a --chat-template FILE that knows tools."
+        ]
+    return [f"The chat template does not mention tools: those of a request are described in the system message ({form.name} format)."]
+
+
+def defaults_note(defaults: Mapping[str, Any]) -> str:
+    """Which sampling parameters are not OpenAI's where a request leaves them out; "" if none."""
+    if not defaults:
+        return ""
+    values = ", ".join(f"{name}={value}" for name, value in sorted(defaults.items()))
+    return f"Where a request says nothing, this model's own sampling parameters hold: {values} (--generation-config vllm: OpenAI's)."

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -109,6 +110,28 @@ def describe(error: BaseException) -> ErrorReply:
             return ErrorReply(error.status_code, _http_type(error.status_code), str(error.detail), headers=dict(error.headers or {}))
         case _:
             return ErrorReply(500, "InternalServerError", INTERNAL_MESSAGE)
+
+
+def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:
+    """`error` about a field as one about the field that the client gave; any other error as it is.
+
+    Args:
+        names: field in the error -> the client's; a longer name before its beginning.
+    """
+
+    if not isinstance(error, InvalidRequest):
+        return error
+
+    def new(match: re.Match[str]) -> str:
+        return names[match.group()]
+
+    message = str(error)
+    if names:
+        # Names that are words of the language too are changed only where a message begins with them.
+        identifiers = "|".join(re.escape(name) for name in names if "_" in name or "." in name)
+        first = "|".join(re.escape(name) for name in names)
+        message = re.sub(rf"^(?:{first})\b" + (rf"|\b(?:{identifiers})\b" if identifiers else ""), new, message)
+    return InvalidRequest(message, param=names.get(error.param or "", error.param), code=error.code)
 
 
 def is_expected(error: BaseException) -> bool:

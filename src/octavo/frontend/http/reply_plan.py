@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.structured import Wish
 from octavo.frontend.http.tools import ToolUse
@@ -38,7 +40,7 @@ class ReplyPlan:
     """A named tool: its call ends the reply with "stop"."""
     wish: StructuredOutputsParams | None = None
     marks: OutputConstraint | None = None
-    """How the reasoning is marked, in tokens."""
+    """How the reasoning is marked, in tokens, and where the grammar comes from."""
     keeps_special_tokens: bool = False
     """Markers are special tokens: they must stay in the text."""
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
@@ -87,18 +89,23 @@ async def plan_reply(
         closed=opened is False,
         max_calls=None if most > 1 else 1,
         whole_calls=stops,
+        must_call=use.must_call,
     )
     structured = await _grammar(llm, tokenizer, use, tools, wish, most)
     if beam and structured is not None:
         raise InvalidRequest(
             "use_beam_search cannot be combined with strict tools, nor with a tool_choice that demands a call.", param="use_beam_search"
         )
+    reasons = _reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call)
+    if structured is not None:
+        field = wish.field if wish is not None and structured is wish.params else "tools"
+        reasons = msgspec.structs.replace(reasons or OutputConstraint(), field=field)
     marks = [*(tools.marks if tools is not None else ()), *(reasoning.marks if reasoning is not None else ())]
     return ReplyPlan(
         form,
         named=use.mode == "named",
         wish=structured,
-        marks=_reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call),
+        marks=reasons,
         keeps_special_tokens=any(mark in tokenizer.special_tokens for mark in marks),
         new_call_id=_short_id if tools is not None and tools.name.startswith("mistral") else _call_id,
     )

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Ints = Annotated[list[int], Field(fail_fast=True)]
+
+def _number(value: Any) -> Any:
+    """Texts and truth values are none, even if they could be read as one."""
+    if isinstance(value, str | bool):
+        raise ValueError("Input should be a number")
+    return value
+
+
+Bool = Annotated[bool, Field(strict=True)]
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, Field(strict=True)]
+Int32 = Annotated[Int, Field(ge=-(2**31), le=2**31 - 1)]
+Ints = Annotated[list[Int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Items = Annotated[list[Any], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -25,69 +36,69 @@ class Schema(BaseModel):
 
 
 class StreamOptions(Schema):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Bool | None = None
+    continuous_usage_stats: Bool | None = None
 
 
 class GenerationRequest(Schema):
     """The fields that completions and chat share."""
 
     model: str | None = None
-    n: int | None = None
-    stream: bool | None = None
+    n: Int | None = None
+    stream: Bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
 
     # Sampling
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    repetition_penalty: Float | None = None
+    seed: Int | None = None
     logit_bias: dict[str, Any] | None = None
     allowed_token_ids: Ints | None = None
     bad_words: Strings | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    best_of: int | None = None
+    use_beam_search: Bool | None = None
+    length_penalty: Float | None = None
+    best_of: Int | None = None
 
     # When to stop
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     min_tokens: Int32 | None = None
     stop: str | Strings | None = None
     stop_token_ids: Ints | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    ignore_eos: Bool | None = None
+    include_stop_str_in_output: Bool | None = None
 
     # Text
-    add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: Bool | None = None
+    skip_special_tokens: Bool | None = None
+    spaces_between_special_tokens: Bool | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: str | None = None
-    echo: bool | None = None
+    echo: Bool | None = None
 
     # What comes back
     prompt_logprobs: Int32 | None = None
     logprob_token_ids: Ints | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: Bool | None = None
+    return_token_ids: Bool | None = None
     stream_interval: Int32 | None = None
-    return_progress: bool | None = Field(None, description="Streams say how much of the prompt has been computed.")
+    return_progress: Bool | None = Field(None, description="Streams say how much of the prompt has been computed.")
 
     # Constraints on the output
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
+    guided_json: str | dict[str, Any] | Bool | None = None
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = Field(None, description="Ignored: there is one grammar engine.")
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Int | None = None
     repetition_detection: dict[str, Any] | None = None
 
     # How it is served
@@ -107,22 +118,22 @@ class CompletionRequest(GenerationRequest):
 
 class ChatRequest(GenerationRequest):
     messages: Items
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: Bool | None = None
     top_logprobs: Int32 | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    parallel_tool_calls: Bool | None = None
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
     documents: Objects | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    include_reasoning: bool | None = None
+    include_reasoning: Bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
-    return_prompt_text: bool | None = None
+    return_prompt_text: Bool | None = None
 
 
 class TokenizeRequest(Schema):
@@ -131,10 +142,10 @@ class TokenizeRequest(Schema):
     model: str | None = None
     prompt: str | None = None
     messages: Items | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_special_tokens: Bool | None = None
+    return_token_strs: Bool | None = None
+    add_generation_prompt: Bool | None = None
+    continue_final_message: Bool | None = None
     tools: Objects | None = None
     documents: Objects | None = None
     chat_template: str | None = None
@@ -149,8 +160,8 @@ class PooledRequest(Schema):
     request_id: str | None = None
     priority: Int32 | None = None
     truncate_prompt_tokens: Int32 | None = None
-    add_special_tokens: bool | None = None
-    use_activation: bool | None = None
+    add_special_tokens: Bool | None = None
+    use_activation: Bool | None = None
 
 
 _INPUT = "A string, a list of strings, a list of token ids, or a list of such lists."
@@ -160,7 +171,7 @@ class EmbeddingRequest(PooledRequest):
     input: Any = Field(None, description=_INPUT)
     encoding_format: str | None = Field(None, description="float or base64 (float32, little-endian).")
     dimensions: Int32 | None = None
-    normalize: bool | None = None
+    normalize: Bool | None = None
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -189,7 +200,7 @@ class RerankRequest(PooledRequest):
 class DetokenizeRequest(Schema):
     model: str | None = None
     tokens: Ints
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: Bool | None = None
 
 
 class AbortRequest(Schema):

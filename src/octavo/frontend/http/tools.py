@@ -98,6 +98,9 @@ def _functions(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
                 f"got {short_repr(name)}.",
                 param="tools",
             )
+        for field, kind, what in (("strict", bool, "true or false"), ("description", str, "a string")):
+            if not isinstance(function.get(field), kind | None):
+                raise InvalidRequest(f"tools[{i}].function.{field} must be {what}, got {short_repr(function[field])}.", param="tools")
         if name in (other["name"] for other in functions):
             raise InvalidRequest(f"tools[{i}].function.name {name!r} is that of an earlier tool; names must differ.", param="tools")
         if parameters is not None:

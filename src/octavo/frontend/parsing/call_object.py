@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Container
 from typing import Any
 
-from octavo.frontend.parsing.machine import JsonSpan, arguments_text
+from octavo.frontend.parsing.machine import JsonSpan, arguments_text, beginning_of_text
 
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
+_OTHER_KEYS = {"type", "id", "function"}
+"""Keys that a call may have besides."""
 
 
 class NotACall(Exception):
@@ -48,6 +50,32 @@ class CallObject:
     def feed(self, char: str) -> None:
         """Raises NotACall."""
         self._state(char)
+
+    def cut(self) -> tuple[str, str] | None:
+        """The object ends here, too early: its name, and what is known of its arguments beyond those given out. None if the name is not
+        known, or if this is no call as far as it goes."""
+        if self._known is not None and self._others.keys() - _OTHER_KEYS:
+            return None
+        inside = self._value if self._state == self._in_value else ""
+        if self._name is None:
+            return self._cut_nested(inside if inside and self._key == "function" else self._others.get("function", ""))
+        held = self._held
+        if inside and self._key in ARGUMENT_KEYS and not self._has_arguments and not self._streams:
+            held += beginning_of_text(inside) if inside.startswith('"') else ""
+        return self._name, held
+
+    def _cut_nested(self, value: str) -> tuple[str, str] | None:
+        if not value.startswith("{"):
+            return None
+        pieces: list[str] = []
+        inner = CallObject(self._known, lambda _: None, pieces.append)
+        try:
+            for char in value:
+                inner.feed(char)
+        except NotACall:
+            return None
+        found = inner.cut()
+        return found and (found[0], "".join(pieces) + found[1])
 
     def _open(self, char: str) -> None:
         if char == "{":
@@ -151,7 +179,7 @@ class CallObject:
     def _close(self) -> None:
         if self._name is None:
             self._read_nested()
-        if self._known is not None and not self._has_arguments and self._others.keys() - {"type", "id", "function"}:
+        if self._known is not None and not self._has_arguments and self._others.keys() - _OTHER_KEYS:
             raise NotACall  # an object that happens to have a name
         self._check_started()
         if not self._has_arguments:

@@ -22,8 +22,9 @@ _FENCE = "```json"
 class DeepSeekCalls(Machine):
     """See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str]) -> None:
         super().__init__(self._free_text)
+        self._names = names
         self._header = ""
         self._span = JsonSpan()
 
@@ -124,10 +125,17 @@ class DeepSeekCalls(Machine):
             self._take(1)
         return True
 
+    def _cut_name(self) -> str | None:
+        if self._state != self._behind_separator:
+            return None
+        line, ended, _ = self._buffer.partition("\n")
+        written = line.strip() if ended else ""
+        return next((name for name in (written, self._header) if name in self._names), None)
+
     def _give_up(self) -> None:
         self._no_call()
         self._state = self._free_text
 
 
 def deepseek(names: Container[str], **_: Any) -> Machine:
-    return DeepSeekCalls()
+    return DeepSeekCalls(names)

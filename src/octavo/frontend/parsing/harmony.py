@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from octavo.frontend.parsing.machine import first_marker, undecided
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
+_CALLED = re.compile(_RECIPIENT.pattern + r"(?=[\s<])")
+"""A recipient of whose name nothing can be missing."""
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -32,6 +35,8 @@ class HarmonyParser:
 
     @property
     def cut_source(self) -> str:
+        if self._state == self._header:
+            return self._buffer
         return self._source + self._buffer if self._in_call else ""
 
     @property
@@ -45,12 +50,21 @@ class HarmonyParser:
         out, self._out = merged(self._out), []
         return out
 
-    def finish(self) -> list[Event]:
-        self._final = True
+    def finish(self, *, cut_short: bool = False) -> list[Event]:
+        """No more text will come.
+
+        Args:
+            cut_short: the model would have gone on.
+        """
+        self._final = not (cut_short and self._in_call)  # half a marker at the end of arguments is none of them
         events = self.push("")
-        if self._in_call:
+        if self._in_call and cut_short:
+            events.append(CallEnd(_whole(self._arguments)))
+        elif self._in_call:
             # <|call|> is a stop token, and so not part of the text: a call usually ends with the reply.
             events += self._close_call()
+        elif self._state == self._header and cut_short and (name := _CALLED.search(self._buffer)):
+            events += [CallStart(name.group(1)), CallEnd(complete=False)]
         elif self._state == self._between and self._buffer:
             events.append(Text(self._buffer))
         self._buffer = ""
@@ -124,3 +138,10 @@ class HarmonyParser:
 def _balanced(text: str) -> bool:
     """Whether arguments look whole."""
     return not text.strip() or text.rstrip().endswith("}")
+
+
+def _whole(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

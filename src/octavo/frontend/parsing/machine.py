@@ -59,12 +59,19 @@ class Machine:
         self._buffer += text
         return self._run()
 
-    def finish(self) -> list[Event]:
-        """No more text will come."""
+    def finish(self, *, cut_short: bool = False) -> list[Event]:
+        """No more text will come.
+
+        Args:
+            cut_short: the model would have gone on: what has begun like a call is one as soon as its name is known.
+        """
         self._final = True
         self._run_into_events()
         if self._raw is not None:
+            if cut_short and not self._in_call and (name := self._cut_name()):
+                self._start_call(name)
             if self._in_call:
+                self._arguments(self._cut_arguments())
                 self._events.append(CallEnd(complete=False))
             else:
                 self._text(self._raw + self._buffer)
@@ -77,8 +84,18 @@ class Machine:
 
     @property
     def cut_source(self) -> str:
-        """Inside a call: its text so far, for those who would rather show it than a broken call."""
-        return self._blanks_before_call + (self._raw or "") + self._buffer if self._in_call else ""
+        """Inside a call (or what looks like one): its text so far, for those who would rather show it than a broken call."""
+        if self._raw is None:
+            return ""
+        return (self._blanks_before_call if self._in_call else self._blanks) + self._raw + self._buffer
+
+    def _cut_name(self) -> str | None:
+        """The reply ends in what looks like a call and has not been reported: its name, if it is known."""
+        return None
+
+    def _cut_arguments(self) -> str:
+        """The reply ends in a call: what is known of its arguments and has not been reported."""
+        return ""
 
     def _run(self) -> list[Event]:
         self._run_into_events()
@@ -199,3 +216,15 @@ def arguments_text(raw: str) -> str:
     except ValueError:
         return raw
     return inner.strip() or "{}"
+
+
+def beginning_of_text(raw: str) -> str:
+    """What the beginning of a JSON string says, as far as it is whole."""
+    for end in range(len(raw), max(0, len(raw) - 12), -1):  # an escape, or a pair of them, may be cut
+        try:
+            text = str(json.loads(raw[:end] + '"'))
+        except ValueError:
+            continue
+        if not "\ud800" <= text[-1:] <= "\udbff":
+            return text
+    return ""

@@ -95,6 +95,23 @@ class PythonicCalls(Machine):
         self._state = self._before_call
         return True
 
+    def _cut_name(self) -> str | None:
+        return (found := self._cut()) and found[0]
+
+    def _cut_arguments(self) -> str:
+        found = self._cut()
+        return found[1] if found is not None else ""
+
+    def _cut(self) -> tuple[str, str] | None:
+        """The call at the end, as far as its arguments are whole."""
+        if self._state != self._in_call_text:
+            return None
+        for end in _ends_of_arguments(self._buffer):
+            if (call := _parsed(self._buffer[:end] + ")", self._names)) is not None:
+                name, arguments = call
+                return name, arguments[:-1] if len(arguments) > 2 else ""
+        return None
+
     def _give_up(self) -> None:
         self._no_call()
         self._state = self._free_text
@@ -124,6 +141,30 @@ def _end_of_call(text: str) -> int | None:
         elif not depth and not (char.isalnum() or char in "_.- "):
             return i + 1
     return None
+
+
+def _ends_of_arguments(text: str) -> list[int]:
+    """Where the beginning of a call may be cut so that what is left is whole arguments; the last place first."""
+    places, depth, quote, escaped = list[int](), 0, "", False
+    for i, char in enumerate(text):
+        if quote:
+            if escaped:
+                escaped = False
+            elif char == "\\":
+                escaped = True
+            elif char == quote:
+                quote = ""
+        elif char in "\"'":
+            quote = char
+        elif char in "([{":
+            depth += 1
+            if depth == 1:
+                places.append(i + 1)
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 1:
+            places.append(i)
+    return places[::-1]
 
 
 def _parsed(source: str, names: Container[str]) -> tuple[str, str] | None:

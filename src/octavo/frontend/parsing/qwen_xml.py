@@ -105,6 +105,18 @@ class QwenXmlCalls(Machine):
         self._parameters += 1
         self._arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}")
 
+    def _cut_arguments(self) -> str:
+        """The parameters so far, of the last one what there is."""
+        if self._state != self._between_parameters or not self._buffer.startswith(PARAMETER):
+            return ""
+        key, bracket, text = self._buffer[len(PARAMETER) :].partition(">")
+        text = text[: undecided(text, (PARAMETER_END,))].removeprefix("\n").removesuffix("\n")
+        if not bracket or not text:
+            return ""
+        schema = self._properties.get(key.strip())
+        value = json.dumps(text, ensure_ascii=False)[:-1] if isinstance(_typed(text, schema), str) else text
+        return f"{', ' if self._parameters else '{'}{json.dumps(key.strip(), ensure_ascii=False)}: {value}"
+
     def _behind(self) -> bool:
         rest = self._buffer.lstrip()
         if rest.startswith(CALL_END):

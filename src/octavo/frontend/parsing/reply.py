@@ -27,8 +27,10 @@ class ReplyFormat:
     """The prompt has ended the reasoning: there is none in the reply."""
     max_calls: int | None = None
     whole_calls: bool = False
-    """Give out a call only when it is complete, and the text of one that was cut short as text. For requests with stop strings,
-    which may cut a call anywhere."""
+    """Give out a call only when it is complete, and the text of one that a stop string cut as text. For requests with stop strings, which
+    may cut a call anywhere."""
+    must_call: bool = False
+    """The reply is held to calls: what ends before it is one is no answer either."""
 
     @property
     def plain(self) -> bool:
@@ -58,12 +60,27 @@ class ReplyParser:
     def push(self, text: str) -> list[Event]:
         return self._after(self._read(text))
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut_short: bool = False) -> list[Event]:
+        """No more text will come.
+
+        Args:
+            cut_short: by a limit (max_tokens, an abort), so that the model would have gone on. A call whose name is known is then handed
+                out with the arguments so far.
+        """
         events = self._through_calls(self._splitter.finish()) if self._splitter is not None else []
         cut = self._calls.cut_source if self._calls is not None else ""
         if self._calls is not None:
-            events += self._calls.finish()
-        return self._after(events, cut)
+            events += self._calls.finish(cut_short=cut_short)
+        if cut_short and self._form.must_call:
+            events = self._without_beginnings(events)
+        return self._after(events, None if cut_short else cut)
+
+    def _without_beginnings(self, events: list[Event]) -> list[Event]:
+        """Text that only the end of the reply made text is the beginning of a call: of which one, is known if there is but one tool."""
+        kept: list[Event] = [event for event in events if not isinstance(event, Text)]
+        if kept == events or self._num_calls or any(isinstance(e, CallStart) for e in kept) or len(self._form.schemas) != 1:
+            return kept
+        return [*kept, CallStart(*self._form.schemas), CallEnd(complete=False)]
 
     def _read(self, text: str) -> list[Event]:
         if self._splitter is not None:
@@ -78,8 +95,12 @@ class ReplyParser:
             result += self._calls.push(event.text) if isinstance(event, Text) else [event]
         return result
 
-    def _after(self, events: list[Event], cut: str = "") -> list[Event]:
-        """The request's own rules: how many calls, and whether they are given out in parts."""
+    def _after(self, events: list[Event], cut: str | None = "") -> list[Event]:
+        """The request's own rules: how many calls, and whether they are given out in parts.
+
+        Args:
+            cut: what a call that does not end is given out as; None for a call.
+        """
         result: list[Event] = []
         for event in events:
             if isinstance(event, CallStart):
@@ -94,14 +115,14 @@ class ReplyParser:
                 continue
             self._held.append(event)
             if isinstance(event, CallEnd):
-                result += self._held if event.complete else [Text(cut)]
+                result += self._held if event.complete or cut is None else [Text(cut)]
                 self._held = None
         return merged(result)
 
 
-def read_whole(form: ReplyFormat, text: str) -> Reply:
+def read_whole(form: ReplyFormat, text: str, *, cut_short: bool = False) -> Reply:
     """A whole reply at once."""
     parser, reply = ReplyParser(form), Reply()
     reply.add(parser.push(text))
-    reply.add(parser.finish())
+    reply.add(parser.finish(cut_short=cut_short))
     return reply

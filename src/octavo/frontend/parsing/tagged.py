@@ -224,6 +224,16 @@ class TaggedCalls(Machine):
             self._state = self._free_text
         return True
 
+    def _cut_name(self) -> str | None:
+        if self._state == self._before_arguments:
+            return self._pending_name
+        found = self._object.cut() if self._state == self._in_object and self._object is not None else None
+        return found and found[0]
+
+    def _cut_arguments(self) -> str:
+        found = self._object.cut() if self._state == self._in_object and self._object is not None else None
+        return found[1] if found else ""
+
     def _give_up(self) -> None:
         """This is no call: what was read is text."""
         self._list = False

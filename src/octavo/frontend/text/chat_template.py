@@ -14,8 +14,10 @@ from typing import Any, Literal
 import jinja2
 
 from octavo.errors import InvalidRequest
+from octavo.frontend.parsing.formats import GENERIC, CallSyntax
+from octavo.frontend.text.generic_tools import described, has_calls, written_out
 from octavo.frontend.text.messages import ContentFormat, normalize_messages, plain_data
-from octavo.frontend.text.template_inspection import content_format, reads_arguments_as_text
+from octavo.frontend.text.template_inspection import content_format, knows_tools, reads_arguments_as_text
 from octavo.frontend.text.template_sandbox import TemplateRefusal, TemplateTooExpensive, compile_template, render
 
 DEFAULT = "default"
@@ -84,8 +86,9 @@ class ChatTemplates:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        call_syntax: CallSyntax | None = GENERIC.syntax,
     ) -> str:
-        """Render a conversation.
+        """Render a conversation. Tools that the template does not know are described in the system message (see `generic_tools`).
 
         Args:
             messages: dicts (or pydantic models) with role and content.
@@ -94,6 +97,8 @@ class ChatTemplates:
             continue_final_message: end inside the last message, for the model to go on with it.
             chat_template: a template (or the name of one) instead of the model's.
             template_kwargs: more variables for the template.
+            call_syntax: how calls are to be written, where the template does not know tools. None: nobody reads them, so that the model
+                is told nothing.
 
         Raises:
             InvalidRequest: messages that cannot be served, or a template that fails or refuses them.
@@ -117,21 +122,31 @@ class ChatTemplates:
         except RecursionError:
             raise InvalidRequest("The chat template is nested too deep.", param=param) from None
         prepared = normalize_messages(messages, shape, developer_as_system="developer" not in source, arguments_as_text=arguments_as_text)
-        if continue_final_message:
-            _mark_end(prepared[-1])
-        text = _render(
-            template,
-            {
-                **self.special_tokens,
-                "messages": prepared,
-                "tools": plain_data(tools, "tools") if tools else None,
-                "documents": plain_data(documents, "documents") if documents else None,
-                "add_generation_prompt": add_generation_prompt,
-                **extra,
-            },
-            param,
-        )
-        return _cut_at_mark(text) if continue_final_message else text
+        variables = {
+            **self.special_tokens,
+            "tools": plain_data(tools, "tools") if tools else None,
+            "documents": plain_data(documents, "documents") if documents else None,
+            "add_generation_prompt": add_generation_prompt,
+            **extra,
+        }
+
+        def rendered(conversation: list[dict[str, Any]]) -> str:
+            if not continue_final_message:
+                return _render(template, {**variables, "messages": conversation}, param)
+            conversation = [*conversation[:-1], dict(conversation[-1])]
+            _mark_end(conversation[-1])
+            return _cut_at_mark(_render(template, {**variables, "messages": conversation}, param))
+
+        if call_syntax is None or knows_tools(source):
+            return rendered(prepared)
+        if has_calls(prepared) and "tool_calls" not in source:
+            prepared = written_out(prepared, call_syntax)
+        if not tools:
+            return rendered(prepared)
+        try:
+            return rendered(described(prepared, variables["tools"], call_syntax, in_system=True))
+        except InvalidRequest:  # some templates take no system message
+            return rendered(described(prepared, variables["tools"], call_syntax, in_system=False))
 
     def _content_format(self, source: str) -> ContentFormat:
         return content_format(source) if self.content_format == "auto" else self.content_format
@@ -152,7 +167,7 @@ def _render(template: jinja2.Template, variables: Mapping[str, Any], param: str)
 def _mark_end(message: dict[str, Any]) -> None:
     content = message["content"]
     if isinstance(content, list) and content:
-        content[-1]["text"] += _CONTINUE
+        message["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE}]
     elif isinstance(content, str) and content:
         message["content"] = content + _CONTINUE
     else:

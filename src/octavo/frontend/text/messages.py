@@ -115,9 +115,11 @@ def _tool_calls(calls: Any, where: str, arguments_as_text: bool) -> list[Any]:
     """Arguments come as JSON in a string, or as the object; broken JSON (a cut-off reply) stays the string it is."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidRequest(f"{where}.tool_calls must be a list of objects.", param="messages")
-    result = []
+    result: list[Any] = []
     for call in calls:
         function = call.get("function")
+        if "function" in call and not (isinstance(function, dict) and isinstance(function.get("name", ""), str)):
+            raise InvalidRequest(f"{where}.tool_calls[{len(result)}].function must be an object with a name.", param="messages")
         if not isinstance(function, dict) or "arguments" not in function:
             result.append(call)
             continue

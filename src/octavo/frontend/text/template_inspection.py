@@ -76,3 +76,9 @@ def _names_arguments(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Getattr):
         return node.attr == "arguments"
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+
+
+@lru_cache(maxsize=32)
+def knows_tools(source: str) -> bool:
+    """Whether a template looks at the tools of a request at all."""
+    return any(name.name == "tools" for name in parse_template(source).find_all(nodes.Name))

@@ -17,6 +17,7 @@ from typing import Any
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import InvalidRequest
+from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.text.backend import TokenBackend
 from octavo.frontend.text.chat_template import ChatTemplates
 
@@ -110,6 +111,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        call_syntax: CallSyntax | None = GENERIC.syntax,
         **kwargs: Any,
     ) -> str:
         """The text of a conversation; see `ChatTemplates.render`. `kwargs` are variables for the template."""
@@ -121,6 +123,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             template_kwargs=kwargs,
+            call_syntax=call_syntax,
         )
 
     # Ids to text

@@ -18,7 +18,7 @@ from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 2
+ABI: Final = 3
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
 SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "F32": (0, "f32"),
@@ -121,9 +121,21 @@ class Plan(ctypes.Structure):
     _fields_ = [
         *(
             (name, c_void_p)
-            for name in ("slots", "start", "count", "sample", "table_slots", "table_index", "table_blocks", "modes", "keys")
+            for name in (
+                "slots",
+                "start",
+                "count",
+                "sample",
+                "table_slots",
+                "table_index",
+                "table_blocks",
+                "modes",
+                "keys",
+                "masks",
+                "mask_rows",
+            )
         ),
-        *((name, c_int32) for name in ("num_rows", "num_tokens", "num_diffs", "padding")),
+        *((name, c_int32) for name in ("num_rows", "num_tokens", "num_diffs", "mask_words")),
     ]
 
 
@@ -136,8 +148,9 @@ class Draw(ctypes.Structure):
         ("vocab", c_int64),
         *((name, c_void_p) for name in ("slots", "modes", "keys", "numbers")),
         ("numbers_stride", c_int64),
+        *((name, c_void_p) for name in ("masks", "mask_rows")),
         ("rows", c_int32),
-        ("padding", c_int32),
+        ("mask_words", c_int32),
     ]
 
 

@@ -53,12 +53,13 @@ class CpuSteps:
         )
         self._fixed = (engine.handle, ctypes.byref(decoder), ctypes.byref(caches), ctypes.byref(self._slots))
 
-    def run(self, plan: StepPlan, modes: Int32, keys: npt.NDArray[np.int32] | None) -> Int32:
+    def run(self, plan: StepPlan, modes: Int32, keys: npt.NDArray[np.int32] | None, mask_rows: Int32 | None = None) -> Int32:
         """One step, its block-table diffs included; requests that enter must be in their slots.
 
         Args:
             modes: [sampled rows] bits: 1 draws at random, 2 has filters.
             keys: [sampled rows, 2] words of `sampling.random.row_keys`; None where no row draws.
+            mask_rows: [sampled rows] which of the plan's masks holds for a row, -1 for none; None where no row has one.
 
         Returns:
             [sampled rows] tokens, -1 where the logits were not usable.
@@ -66,13 +67,16 @@ class CpuSteps:
         arrays: list[Any] = [plan.slots, plan.start, plan.count, plan.sample, plan.table_slots, plan.table_index, plan.table_blocks, modes]
         arrays = [np.ascontiguousarray(a) for a in arrays]
         tokens = np.empty(len(modes), np.int32)
+        words = None if mask_rows is None or plan.masks is None else np.ascontiguousarray(plan.masks.words)
         described = abi.Plan(
             *map(abi.address, arrays),
             None if keys is None else abi.address(keys),
+            None if words is None else abi.address(words),
+            None if words is None or mask_rows is None else abi.address(mask_rows),
             len(plan.slots),
             plan.num_tokens,
             len(plan.table_slots),
-            0,
+            0 if words is None else words.shape[1],
         )
         self._library.octavo_step(*self._fixed, ctypes.byref(described), abi.address(tokens))
         return tokens

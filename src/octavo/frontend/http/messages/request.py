@@ -6,9 +6,22 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
-from octavo.frontend.http.schemas import ChatRequest, Int32, Items, Objects, Schema, Strings
+from octavo.frontend.http.schemas import Bool, ChatRequest, Float, Int, Int32, Items, Objects, Schema, Strings
 
-OUR_NAME = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+OUR_NAME = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "json_schema.schema": "schema",
+    "function.parameters": "input_schema",
+    "function.name": "name",
+    "function.strict": "strict",
+    "function.description": "description",
+    "prompt": "messages",
+}
 """Chat field -> the field here that it was made from, for errors."""
 
 EFFORTS = {"xhigh": "high", "max": "high"}
@@ -33,14 +46,14 @@ class CountTokensRequest(Schema):
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int
+    max_tokens: Int
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     stop_sequences: Strings | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    stream: Bool | None = None
+    temperature: Float | None = None
+    top_k: Int | None = None
+    top_p: Float | None = None
 
     # Beyond Anthropic's
     chat_template_kwargs: dict[str, Any] | None = None

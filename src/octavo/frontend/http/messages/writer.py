@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from octavo.frontend.http.chat import ChatWriter
-from octavo.frontend.http.errors import MAX_MESSAGE_CHARS, ErrorReply, clip, describe
+from octavo.frontend.http.errors import MAX_MESSAGE_CHARS, ErrorReply, clip, describe, renamed
 from octavo.frontend.http.generation import Generation
+from octavo.frontend.http.messages.request import OUR_NAME
 from octavo.frontend.http.replies import ChatChunkChoice, ToolCall, ToolCallDelta, Usage
 from octavo.frontend.http.sse import StreamStyle, named_event
 
@@ -31,7 +32,7 @@ def error_body(reply: ErrorReply, request_id: str | None = None) -> dict[str, An
     return {"type": "error", "error": {"type": kind, "message": clip(reply.message, MAX_MESSAGE_CHARS)}, "request_id": request_id}
 
 
-STYLE = StreamStyle(failure=lambda error: named_event("error", error_body(describe(error))), end=b"")
+STYLE = StreamStyle(failure=lambda error: named_event("error", error_body(describe(renamed(error, OUR_NAME)))), end=b"")
 
 
 @dataclass(frozen=True)

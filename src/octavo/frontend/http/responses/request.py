@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
-from octavo.frontend.http.schemas import ChatRequest, Int32, Ints, Objects, Schema, Strings
+from octavo.frontend.http.schemas import Bool, ChatRequest, Float, Int, Int32, Ints, Objects, Schema, Strings
 
 MAX_METADATA = 16
 
@@ -39,10 +39,18 @@ SAME_NAME = (
 
 OUR_NAME = {
     "messages": "input",
+    "prompt": "input",
+    "json_schema.schema": "schema",
+    "function.parameters": "parameters",
+    "function.name": "name",
+    "function.strict": "strict",
+    "function.description": "description",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
-    "reasoning_effort": "reasoning",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
     "truncate_prompt_tokens": "truncation",
 }
 """Chat field -> the field here that it was made from, for errors."""
@@ -59,7 +67,7 @@ class ReasoningConfig(Schema):
 
 
 class ResponsesStreamOptions(Schema):
-    include_obfuscation: bool | None = None
+    include_obfuscation: Bool | None = None
 
 
 class InputTokensRequest(Schema):
@@ -71,7 +79,7 @@ class InputTokensRequest(Schema):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -80,36 +88,36 @@ class InputTokensRequest(Schema):
 
 
 class ResponsesRequest(InputTokensRequest):
-    background: bool | None = None
+    background: Bool | None = None
     include: Strings | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
+    max_output_tokens: Int | None = None
+    max_tool_calls: Int | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
+    store: Bool | None = None
+    stream: Bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    temperature: float | None = None
+    temperature: Float | None = None
     top_logprobs: Int32 | None = None
-    top_p: float | None = None
+    top_p: Float | None = None
     user: str | None = None
 
     # Beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    repetition_penalty: Float | None = None
+    seed: Int | None = None
     stop: str | Strings | None = None
     stop_token_ids: Ints | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Bool | None = None
     min_tokens: Int32 | None = None
     logit_bias: dict[str, Any] | None = None
-    return_progress: bool | None = None
-    skip_special_tokens: bool | None = None
+    return_progress: Bool | None = None
+    skip_special_tokens: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Int32 | None = None

@@ -10,12 +10,12 @@ from typing import Any
 from msgspec import UNSET
 
 from octavo.frontend.http.chat import ChatWriter
-from octavo.frontend.http.errors import describe
+from octavo.frontend.http.errors import describe, renamed
 from octavo.frontend.http.generation import Generation
 from octavo.frontend.http.replies import Usage
 from octavo.frontend.http.responses.items import Item
 from octavo.frontend.http.responses.output import Event, Output, whole_choice
-from octavo.frontend.http.responses.request import ResponsesRequest
+from octavo.frontend.http.responses.request import OUR_NAME, ResponsesRequest
 from octavo.frontend.http.sse import named_event
 from octavo.protocol.params import SamplingParams
 
@@ -117,7 +117,7 @@ class ResponsesWriter:
 
     def failed(self, error: BaseException) -> dict[str, Any]:
         """The response that `error` ended."""
-        reply = describe(error)
+        reply = describe(renamed(error, OUR_NAME))
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(reply.status, "server_error")
         response = self._plan.object("failed", self._output.items)
         response["error"] = {"code": code, "message": reply.message}

@@ -20,6 +20,7 @@ from octavo.frontend.http.schemas import CompletionRequest, body_schema
 from octavo.frontend.http.sse import EventStream
 from octavo.frontend.http.structured import wish_of
 from octavo.frontend.http.tracking import RequestTracker
+from octavo.protocol.params import OutputConstraint
 
 router = APIRouter()
 
@@ -70,6 +71,8 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
         prompt_logprobs=body.logprobs if body.echo else None,
         structured_outputs=await wish.check(ctx.llm) if wish is not None and not prompt_only else None,
     )
+    if wish is not None:
+        params.constraint = OutputConstraint(field=wish.field)
     if prompt_only:
         # The prompt is scored once, for all n choices; the one token made on the way is thrown away.
         params = msgspec.structs.replace(params, n=1, logprobs=None, stop=None)

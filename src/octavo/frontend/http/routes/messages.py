@@ -9,12 +9,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import client_of, context_of, json_response, request_id
 from octavo.frontend.http.conversation import render
-from octavo.frontend.http.errors import ClientGone, describe, is_expected
+from octavo.frontend.http.errors import ClientGone, describe, is_expected, renamed
 from octavo.frontend.http.generation import answer
 from octavo.frontend.http.messages.request import OUR_NAME, CountTokensRequest, MessagesRequest, chat_request
 from octavo.frontend.http.messages.writer import STYLE, MessageOptions, MessagesWriter, error_body
@@ -46,9 +45,7 @@ async def _in_our_shape(request: Request, handle: Callable[[Request], Awaitable[
     except Exception as error:
         if not is_expected(error):
             logger.exception("Request %s (%s) failed", request.state.request_id, request.url.path)
-        if isinstance(error, InvalidRequest):
-            error = InvalidRequest(str(error), param=OUR_NAME.get(error.param or "", error.param), code=error.code)
-        reply = describe(error)
+        reply = describe(renamed(error, OUR_NAME))
         body = msgspec.json.encode(error_body(reply, f"req_{request.state.request_id}"))
         return Response(body, reply.status, reply.headers, media_type="application/json")
 
@@ -68,6 +65,8 @@ async def _create(request: Request) -> Response:
         max_tokens=body.max_tokens,
         thinking=thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted",
     )
+    if options.plan.marks is not None and options.plan.marks.reasoning_end_ids and thinking.get("type") == "enabled":
+        job.params.thinking_token_budget = thinking["budget_tokens"]
     writer = MessagesWriter(wanted, ChatWriter(options))
     return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=STYLE)
 
@@ -75,5 +74,5 @@ async def _create(request: Request) -> Response:
 async def _count(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, CountTokensRequest)
-    prompt = await render(ctx.llm, chat_request(body), trust_template=False)
+    prompt = await render(ctx.llm, chat_request(body), settings=ctx.settings)
     return json_response({"input_tokens": len(prompt.token_ids)})

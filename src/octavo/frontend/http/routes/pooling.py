@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, request_id
-from octavo.frontend.http.errors import short_repr
+from octavo.frontend.http.errors import renamed, short_repr
 from octavo.frontend.http.prompts import encode_prompts, split_prompts
 from octavo.frontend.http.schemas import (
     ClassifyRequest,
@@ -179,6 +179,22 @@ async def _pool_texts(
     tracker: RequestTracker,
 ) -> list[PoolingState]:
     """Each text (or list of token ids) of a request, pooled."""
+    try:
+        prepared = await _prepare_texts(ctx, body, given, param, params, task, tracker)
+    except InvalidRequest as error:
+        raise renamed(error, {"prompt": param}) from None
+    return await _run(ctx, prepared, tracker)
+
+
+async def _prepare_texts(
+    ctx: ServerContext,
+    body: PooledRequest,
+    given: Any,
+    param: str,
+    params: PoolingParams,
+    task: PoolingTask | None,
+    tracker: RequestTracker,
+) -> list[PreparedPooling]:
     processor = await ctx.llm.pooling_processor()
     prompts = split_prompts(given, param)
     _check_count(ctx, len(prompts), param)
@@ -188,7 +204,7 @@ async def _pool_texts(
         items: Sequence[Any] = [one.token_ids for one in encoded]
     else:
         items = prompts  # the processor cuts them, and keeps the special tokens at their ends
-    prepared = [
+    return [
         processor.prepare(
             item,
             params,
@@ -200,7 +216,6 @@ async def _pool_texts(
         )
         for i, item in enumerate(items)
     ]
-    return await _run(ctx, prepared, tracker)
 
 
 async def _score(ctx: ServerContext, body: PooledRequest, texts: list[tuple[str, str]], tracker: RequestTracker) -> list[float]:

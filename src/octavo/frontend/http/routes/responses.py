@@ -15,7 +15,7 @@ from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, owner_of, request_id
 from octavo.frontend.http.conversation import render
-from octavo.frontend.http.errors import NotFound, is_expected, short_repr
+from octavo.frontend.http.errors import NotFound, is_expected, renamed, short_repr
 from octavo.frontend.http.generation import Generation, Job, answer
 from octavo.frontend.http.responses.conversations import append_items, conversation_id, find_conversation, is_conversation
 from octavo.frontend.http.responses.items import Item, input_items, item_page, messages, new_id
@@ -48,7 +48,7 @@ async def create_response(request: Request) -> Response:
         chat = _chat(ctx, body, items, owner)
         options, job = await plan_chat(ctx, request, chat, job_id)
     except InvalidRequest as error:
-        raise _renamed(error) from None
+        raise renamed(error, OUR_NAME) from None
     tracker.received(job.params, [options.prompt_text])
 
     def keep(response: dict[str, Any]) -> None:
@@ -65,7 +65,10 @@ async def create_response(request: Request) -> Response:
     if body.background:
         return await _start_in_background(request, ctx, job, tracker, plan, writer, keep)
     style = StreamStyle(failure=writer.failure, end=b"")
-    return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=style)
+    try:
+        return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=style)
+    except InvalidRequest as error:
+        raise renamed(error, OUR_NAME) from None
 
 
 def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner: str) -> ChatRequest:
@@ -87,11 +90,6 @@ def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner
         for stored in chain:
             conversation += [*stored.items, *stored.response["output"]]
     return chat_request(body, messages([*conversation, *items], body.instructions))
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """`error` about a chat field as one about the field that was given."""
-    return InvalidRequest(str(error), param=OUR_NAME.get(error.param or "", error.param), code=error.code)
 
 
 async def _start_in_background(
@@ -137,9 +135,9 @@ async def count_input_tokens(request: Request) -> Response:
     body = await ctx.read(request, InputTokensRequest)
     try:
         chat = _chat(ctx, body, input_items(body.input), owner_of(request))
-        prompt = await render(ctx.llm, chat, trust_template=False)
+        prompt = await render(ctx.llm, chat, settings=ctx.settings)
     except InvalidRequest as error:
-        raise _renamed(error) from None
+        raise renamed(error, OUR_NAME) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
 
 

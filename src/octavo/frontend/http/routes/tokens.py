@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await encode_text(ctx.llm, body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        ids = (await render(ctx.llm, body, trust_template=ctx.settings.trust_request_chat_template)).token_ids
+        ids = (await render(ctx.llm, body, settings=ctx.settings)).token_ids
     tokenizer = ctx.llm.tokenizer
     return json_response(
         {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 2
+#define OCTAVO_ABI 3
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -108,18 +108,22 @@ struct OctavoPlan {  // a step, as the core plans it
     const int32_t *table_slots, *table_index, *table_blocks;  // [diffs] new entries of block tables
     const int32_t* modes;  // [sampled rows] bits: 1 draws at random (else the likeliest token), 2 has filters
     const int32_t* keys;   // [sampled rows, 2] of the random numbers; null where no row draws
+    const uint32_t* masks;     // [masks, mask_words] a bit a token, lowest first: what may come next
+    const int32_t* mask_rows;  // [sampled rows] which mask holds for a row, -1 for none; null: no row has one
     int32_t num_rows, num_tokens, num_diffs;
-    int32_t padding;
+    int32_t mask_words;
 };
 
 struct OctavoDraw {  // rows to draw tokens for
-    const float* logits;  // [rows, stride]
+    float* logits;  // [rows, stride]; written only where a row has a mask
     int64_t stride, vocab;
     const int32_t *slots, *modes, *keys;
     const float* numbers;  // as in OctavoSlots
     int64_t numbers_stride;
+    const uint32_t* masks;  // as in OctavoPlan
+    const int32_t* mask_rows;
     int32_t rows;
-    int32_t padding;
+    int32_t mask_words;
 };
 
 struct OctavoEngine;  // threads and scratch memory; one call at a time

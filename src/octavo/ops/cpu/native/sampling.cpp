@@ -114,6 +114,20 @@ int64_t draw(const Row& row, const int32_t* key, float cut, float most) {
     return token;
 }
 
+// Forbid what has no bit.
+void apply_mask(float* x, int64_t count, const uint32_t* words, int64_t num_words) {
+    for (int64_t begin = 0, w = 0; begin < count; begin += 32, w++) {
+        const uint32_t bits = w < num_words ? words[w] : 0;
+        const int64_t end = std::min(begin + 32, count);
+        if (bits == 0xFFFFFFFFu) continue;
+        if (!bits) {
+            std::fill(x + begin, x + end, MINUS_INFINITY);
+            continue;
+        }
+        for (int64_t i = begin; i < end; i++) x[i] = (bits >> (i - begin)) & 1 ? x[i] : MINUS_INFINITY;
+    }
+}
+
 }  // namespace
 
 void draw_rows(OctavoEngine& engine, const OctavoDraw& d, int32_t* tokens) {
@@ -124,7 +138,9 @@ void draw_rows(OctavoEngine& engine, const OctavoDraw& d, int32_t* tokens) {
     float* chosen = engine.chosen.get(numbers_needed);
     float* numbers = engine.group_numbers.get(2 * d.rows * groups);
     engine.pool.run(d.rows, 1, [&](int64_t r) {
-        const float *logits = d.logits + r * d.stride, *settings = d.numbers + d.slots[r] * d.numbers_stride;
+        float* logits = d.logits + r * d.stride;
+        const float* settings = d.numbers + d.slots[r] * d.numbers_stride;
+        if (d.mask_rows && d.mask_rows[r] >= 0) apply_mask(logits, d.vocab, d.masks + (int64_t)d.mask_rows[r] * d.mask_words, d.mask_words);
         const bool random = d.modes[r] & 1;
         Row row = {random ? scaled + r * d.vocab : logits, numbers + 2 * r * groups, chosen + r * d.vocab, numbers + (2 * r + 1) * groups,
                    d.vocab, groups};

@@ -47,7 +47,7 @@ void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const Octav
     float* logits = e.logits.get((int64_t)sampled * decoder->vocab);
     octavo_logits(engine, decoder, hidden, sampled, logits);
     const OctavoDraw draw = {logits, decoder->vocab, decoder->vocab, wanted_slots, plan->modes, plan->keys, slots->numbers, slots->numbers_stride,
-                             sampled, 0};
+                             plan->masks, plan->mask_rows, sampled, plan->mask_words};
     draw_rows(e, draw, tokens);
     for (int32_t i = 0; i < sampled; i++)
         slots->tokens[wanted_slots[i] * slots->tokens_stride + ends[i]] = tokens[i] < 0 ? 0 : tokens[i];

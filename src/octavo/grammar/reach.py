@@ -1,0 +1,70 @@
+"""Whether a grammar has any text at all: a short walk through it, so that one without is refused before a model is held to it.
+
+A grammar may be well formed and empty: a part that must come matches nothing, or needs itself without end. The walk follows what may
+come first, token by token, as long as there is little to choose from. It proves emptiness or gives up: a grammar with a dead end that
+can be avoided passes, and a reply that runs into it ends with an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from octavo.grammar.library import llguidance
+from octavo.grammar.source import limits
+from octavo.protocol.engine import Vocabulary
+
+MAX_STEPS = 64
+"""Places that are looked at; a mask each."""
+MAX_CHOICES = 24
+"""With more tokens to choose from, one of them is taken to lead on."""
+
+
+def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
+    """What is wrong with a grammar whose form is fine; "" if nothing is known to be.
+
+    Args:
+        tokenizer: of `compiler.engine_tokenizer`, for `vocabulary`.
+    """
+    tokens = vocabulary.tokens
+    words = np.zeros(-(-len(tokens) // 32), np.int32)
+    start = llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    places: list[tuple[Any, tuple[int, ...] | bytes]] = [(start, b"")]
+    seen: set[Any] = set()
+    for _ in range(MAX_STEPS):
+        if not places:
+            return "no text can match it."
+        matcher, text = places.pop()
+        if not matcher.is_error():
+            if matcher.is_accepting():
+                return ""
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * 4)
+        if matcher.is_error():
+            if runs_dead(str(matcher.get_error())):
+                continue
+            return "" if places else "it is too complex. Use a simpler one, with smaller repetitions."
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        if len(allowed) > MAX_CHOICES:
+            return ""
+        # Where a text stands does not depend on how it was cut into tokens. The longest token goes first.
+        for token in sorted(allowed, key=lambda token: len(tokens[token])):
+            longer = text + tokens[token] if isinstance(text, bytes) and tokens[token] else (*text, token)
+            if longer not in seen:
+                seen.add(longer)
+                after = matcher.deep_copy()
+                after.consume_token(token)
+                places.append((after, longer))
+    return "" if places else "no text can match it."
+
+
+def other_than_blanks(pattern: str) -> str:
+    """The grammar of what a regular expression matches besides JSON's blanks."""
+    escaped = pattern.replace("/", r"\/")
+    text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: /{escaped}/ & ~/[ \\t\\n\\r]*/")
+    return text
+
+
+def runs_dead(error: str) -> bool:
+    """The engine found no way on: a part of the grammar that matches nothing."""
+    return "NoExtension" in error

@@ -1,0 +1,74 @@
+"""Grammars without any text are told from those that have one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from octavo.errors import InvalidRequest
+from octavo.frontend.structured import GrammarDoor
+from octavo.grammar.compiler import engine_tokenizer
+from octavo.grammar.reach import emptiness
+from octavo.grammar.source import grammar_source
+from octavo.protocol.engine import Vocabulary
+from octavo.protocol.params import StructuredOutputsParams
+
+NOTHING = r"[^\s\S]"
+LETTERS = [bytes([i]) for i in range(256)] + [b"<eos>"]
+VOCABULARY = Vocabulary([*LETTERS, *(b"a" * n for n in range(2, 60)), b'{"', b'": "', b'"na', b"name"], [256], [256])
+
+
+@pytest.mark.parametrize(
+    ("wish", "problem"),
+    [
+        ({"regex": NOTHING}, "no text"),
+        ({"regex": f"abc{NOTHING}"}, "no text"),
+        ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too complex"),
+        ({"grammar": 'start: start "a"'}, "no text"),
+        ({"grammar": f'start: "ab" X\nX: /{NOTHING}/'}, "no text"),
+        ({"grammar": f'start: ("ab" | "cd") X\nX: /{NOTHING}/'}, "no text"),
+        ({"grammar": 'start: "a" X "b"\nX: /x/ & /y/'}, "no text"),
+        ({"grammar": f'start: "ab" (X | "c")\nX: /{NOTHING}/'}, ""),
+        ({"grammar": 'start: ""'}, ""),
+        ({"regex": "a{1,1000}"}, ""),
+        ({"regex": ".*"}, ""),
+        ({"choice": ["a" * 300]}, ""),
+        ({"choice": [f"choice {i}" for i in range(10_000)]}, ""),
+        ({"json": {"enum": [f"choice {i}" for i in range(5_000)]}}, ""),
+        ({"json": {"type": "object"}}, ""),
+        ({"json": {"properties": {"name": {"type": "string"}}, "required": ["name"], "type": "object"}}, ""),
+    ],
+)
+def test_what_a_grammar_leads_to(wish: dict[str, Any], problem: str) -> None:
+    tokenizer = engine_tokenizer(VOCABULARY)
+    found = emptiness(grammar_source(StructuredOutputsParams(**wish)), tokenizer, VOCABULARY)
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "patternProperties": {f"^{NOTHING}": {}}, "additionalProperties": False, "minProperties": 1},
+        {"type": "object", "properties": {"name": {"type": "string", "pattern": NOTHING}}, "required": ["name"]},
+        {"type": "array", "items": {"type": "string", "minLength": 3, "pattern": "^ab$"}, "minItems": 1},
+        {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 5}}, "required": ["n"]},
+    ],
+)
+def test_a_schema_that_nothing_fits_is_refused(schema: dict[str, Any]) -> None:
+    door = GrammarDoor(lambda: VOCABULARY)
+    with pytest.raises(InvalidRequest, match="the JSON schema cannot be used"):
+        door.source(StructuredOutputsParams(json=schema))
+
+
+def test_the_check_takes_no_time_worth_speaking_of() -> None:
+    schema = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(100)}}
+    wish = StructuredOutputsParams(json={**schema, "required": list(schema["properties"])})
+    door = GrammarDoor(lambda: VOCABULARY)
+    door.source(msgspec.structs.replace(wish, json={"type": "object"}))  # the tokenizer
+    begin = time.perf_counter()
+    door.source(wish)
+    assert time.perf_counter() - begin < 0.5  # some 10 ms on a machine with nothing else to do
