@@ -238,8 +238,8 @@ def test_an_unknown_setting_is_named_with_its_neighbour() -> None:
 
 
 def test_not_yet_settings_are_refused_and_ignored_ones_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NotYet, match="data-parallel-size"):
-        make(tmp_path, data_parallel_size=2)
+    with pytest.raises(NotYet, match="cpu-offload-gb"):
+        make(tmp_path, cpu_offload_gb=2.0)
     with caplog.at_level(logging.WARNING, logger="octavo"), make(tmp_path, swap_space=1.0):
         pass
     assert "swap-space" in caplog.text

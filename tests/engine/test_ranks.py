@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     ("more", "words"),
     [
         ({"tensor_parallel_size": 0}, "tensor-parallel-size"),
-        ({"tensor_parallel_size": 65}, "at most 64 on a CPU"),
+        ({"tensor_parallel_size": 65}, "at most 64 processes on a CPU"),
         ({"pipeline_parallel_size": 3, "tensor_parallel_size": 1}, "--pipeline-parallel-size 3: this LlamaForCausalLM has 2 layers"),
         ({"cpu_kernels": "native"}, "--cpu-kernels native: they compute whole models"),
         ({"distributed_executor_backend": "ray"}, "Octavo does not do this yet"),

@@ -191,7 +191,13 @@ class EngineArgs:
     )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer (processes, on a CPU).", group="execution", short="tp")
     pipeline_parallel_size: int = setting(1, "Groups of GPUs that share the layers between them.", group="execution", short="pp")
-    data_parallel_size: int = setting(1, "Replicas.", group="execution", short="dp", status="not yet")
+    data_parallel_size: int = setting(
+        1,
+        "Replicas of the model, each on GPUs of its own. A request goes to the one that has the longest beginning of its prompt cached, or "
+        "that has least to do.",
+        group="execution",
+        short="dp",
+    )
     enable_expert_parallel: bool = setting(
         False, "With several GPUs: deal out whole experts, instead of a share of each.", group="execution"
     )

@@ -257,18 +257,19 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
 def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> ParallelConfig:
     """Who computes the model together. Whether it can be divided so is seen when its config is read."""
     tensor, stages = _whole(args, "tensor_parallel_size"), _whole(args, "pipeline_parallel_size")
-    assert tensor is not None and stages is not None
-    parallel = ParallelConfig(tensor, stages, args.data_parallel_size, args.enable_expert_parallel)
-    flag = f"--tensor-parallel-size {tensor}" + (f" --pipeline-parallel-size {stages}" if stages > 1 else "")
-    if parallel.world > 1:
-        if device.kind == "cuda" and parallel.world > device.count:
-            raise ConfigError(f"{flag}: needs {parallel.world} GPUs, and there are {device.count}. Lower it.")
-        if device.kind == "cpu" and parallel.world > MAX_CPU_RANKS:
-            raise ConfigError(f"{flag}: at most {MAX_CPU_RANKS} on a CPU.")
-        if model.pooling is not None:
-            raise ConfigError(f"{flag}: a model that pools runs on one device. Leave it out.")
-        if args.debug_scripted_model is not None:
-            raise ConfigError(f"{flag}: a scripted model has nothing to divide. Leave it out.")
+    replicas = _whole(args, "data_parallel_size")
+    assert tensor is not None and stages is not None and replicas is not None
+    parallel = ParallelConfig(tensor, stages, replicas, whole_experts=args.enable_expert_parallel)
+    sizes = {"--tensor-parallel-size": tensor, "--pipeline-parallel-size": stages, "--data-parallel-size": replicas}
+    flag = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if device.kind == "cuda" and replicas * parallel.world > max(1, device.count):
+        raise ConfigError(f"{flag}: needs {replicas * parallel.world} GPUs, and there are {device.count}. Lower it.")
+    if device.kind == "cpu" and replicas * parallel.world > MAX_CPU_RANKS:
+        raise ConfigError(f"{flag}: at most {MAX_CPU_RANKS} processes on a CPU.")
+    if parallel.world > 1 and model.pooling is not None:
+        raise ConfigError(f"{flag}: a model that pools runs on one device. Leave it out.")
+    if parallel.world > 1 and args.debug_scripted_model is not None:
+        raise ConfigError(f"{flag}: a scripted model has nothing to divide. Leave it out.")
     return parallel
 
 

@@ -117,6 +117,8 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    first_device: int = 0
+    """The GPU of the first rank; the others take those behind it."""
     whole_experts: bool = False
     """Experts are dealt out to the ranks whole, instead of each being divided."""
 

@@ -118,7 +118,8 @@ def join(boot: RankBoot) -> Ranks:
 
 def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
     from octavo.parallel.distributed import World
-    from octavo.parallel.group import Ranks, device_of
+    from octavo.parallel.group import Ranks
 
-    world = World(meeting, config.parallel, device_of(config.device.kind, local_rank))
+    device = Ranks(local_rank=local_rank).device(config.device.kind, config.parallel)
+    world = World(meeting, config.parallel, device)
     return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.close)

@@ -23,9 +23,9 @@ from octavo.frontend.client import Progress, RemoteClient, State
 from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
 from octavo.frontend.pooling import PoolingProcessor, PoolingState, PreparedPooling
-from octavo.frontend.process_client import ProcessClient
 from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt, parse_prompt
+from octavo.frontend.replicas import make_client
 from octavo.frontend.request_state import RequestState
 from octavo.protocol.boot import DEFAULT_BUILDER
 from octavo.protocol.engine import EngineReady, EngineStats, Vocabulary
@@ -157,7 +157,7 @@ class AsyncLLM:
             OctavoError: the model cannot be found or a setting cannot work.
         """
         launch = prepare_launch(args, progress)
-        client = ProcessClient(launch.config, builder=builder, suspect_after=suspect_after)
+        client = make_client(launch.config, builder=builder, suspect_after=suspect_after)
         client.spawn()
         try:
             tokenizer = open_tokenizer(launch)  # while the engine loads

@@ -24,7 +24,7 @@ import numpy as np
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
-from octavo.errors import InvalidRequest
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.frontend.beam import BeamSearch, Collector, beam_search_output
 from octavo.frontend.client import InProcessClient, Progress
 from octavo.frontend.launch import engine_args, open_tokenizer, prepare_launch
@@ -76,6 +76,8 @@ class LLM:
         self._client: InProcessClient | None = None
         settings.setdefault("disable_log_stats", True)
         launch = prepare_launch(engine_args(model, settings), progress)
+        if launch.config.parallel.data > 1:
+            raise ConfigError("--data-parallel-size: LLM has one replica. Serve the model (octavo serve), or use AsyncLLM.")
         self.args: EngineArgs = launch.args
         self.config: EngineConfig = launch.config
         self._tokenizer = open_tokenizer(launch)

@@ -271,6 +271,9 @@ class ProcessClient:
     def num_requests(self) -> int:
         return len(self._live)
 
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._live
+
     @property
     def engine_pid(self) -> int | None:
         return self._process.pid if self._process is not None else None

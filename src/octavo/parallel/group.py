@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from octavo.config.types import ParallelConfig
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 
@@ -67,14 +68,11 @@ class Ranks:
     close: Callable[[], None] = lambda: None
     """Leave the others."""
 
-    def device(self, kind: str) -> torch.device:
-        """What this rank computes on."""
-        return torch.device(kind) if self is ONE_RANK else device_of(kind, self.local_rank)
+    def device(self, kind: str, parallel: ParallelConfig) -> torch.device:
+        """What this rank computes on: a GPU of its own, or the CPU that all share."""
+        if kind != "cuda" or parallel.world * parallel.data == 1:
+            return torch.device(kind)
+        return torch.device(kind, parallel.first_device + self.local_rank)
 
 
 ONE_RANK = Ranks()
-
-
-def device_of(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank: a GPU each, and the CPU for all."""
-    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)

@@ -12,6 +12,7 @@ import torch
 from octavo.config.types import EngineConfig
 from octavo.models.pooling import PoolingModel, load_pooling_model
 from octavo.ops.registry import load_ops
+from octavo.parallel.group import ONE_RANK
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.params import PoolingParams
 from octavo.protocol.pooling import Pooled, PoolRow
@@ -35,7 +36,7 @@ class PoolingWorker:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
         self._config = config
-        device = torch.device(config.device.kind)
+        device = ONE_RANK.device(config.device.kind, config.parallel)
         torch.set_num_threads(config.device.threads)
         began = time.perf_counter()
         self._model: PoolingModel = load_pooling_model(config, load_ops(config.device.kind), device, progress)

@@ -75,7 +75,7 @@ class Worker:
         self, config: EngineConfig, progress: Callable[[str, int, int], None], *, defer_graphs: bool = False, ranks: Ranks = ONE_RANK
     ) -> None:
         self._ranks = ranks
-        self._device = ranks.device(config.device.kind)
+        self._device = ranks.device(config.device.kind, config.parallel)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         config = self._config = measured_device(config, self._device)

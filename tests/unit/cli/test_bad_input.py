@@ -70,7 +70,7 @@ def test_truncated_weights(tmp_path: Path, tiny: Path) -> None:
     [
         (["--gpu-memory-utilization", "7"], "--gpu-memory-utilization must be greater than 0 and at most 1"),
         (["--max-model-len", "0"], "--max-model-len must be at least 1"),
-        (["--data-parallel-size", "2"], "--data-parallel-size"),
+        (["--cpu-offload-gb", "2"], "--cpu-offload-gb"),
         (["--chat-template", "/no/such/template"], "/no/such/template"),
         (["--ssl-keyfile", "/no/such/key"], "TLS needs both"),
     ],

@@ -60,7 +60,7 @@ def test_context_length() -> None:
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be greater than 0 and at most 1"),
         ({"block_size": 0}, ConfigError, "--block-size must be from 1 to 256"),
         ({"max_num_seqs": 2.5}, ConfigError, "--max-num-seqs must be a whole number"),
-        ({"data_parallel_size": 2}, NotYet, "--data-parallel-size 2"),
+        ({"cpu_offload_gb": 2.0}, NotYet, "--cpu-offload-gb 2.0"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ConfigError, "4096"),
         ({"scheduling_policy": "random"}, ConfigError, "fcfs, priority, fair"),
         ({"target_step_ms": -1}, ConfigError, "--target-step-ms"),

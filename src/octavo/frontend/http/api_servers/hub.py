@@ -24,6 +24,7 @@ from octavo.frontend.http.api_servers.boot import ApiServerBoot
 from octavo.frontend.http.api_servers.load_board import LoadBoard
 from octavo.frontend.http.sse import cancel
 from octavo.frontend.process_client import ProcessClient
+from octavo.frontend.replicas import ReplicasClient
 from octavo.protocol.api_server import (
     Answer,
     Answers,
@@ -150,7 +151,7 @@ class ApiServerHub:
 
     def __init__(
         self,
-        client: ProcessClient,
+        client: ProcessClient | ReplicasClient,
         board: LoadBoard,
         listen_fds: Sequence[int],
         shared: str,

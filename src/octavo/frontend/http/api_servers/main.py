@@ -25,6 +25,7 @@ from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.frontend.launch import Launch, prepare_launch
 from octavo.frontend.process_client import ProcessClient
+from octavo.frontend.replicas import ReplicasClient, make_client
 from octavo.observe.throughput import log_throughput
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class MainProcess:
         launch: Launch,
         settings: ServerSettings,
         sockets: Sequence[socket.socket],
-        client: ProcessClient,
+        client: ProcessClient | ReplicasClient,
         hub: ApiServerHub,
         progress: Progress | None,
     ) -> None:
@@ -139,7 +140,7 @@ def main_process(
         shared.write_bytes(pickle.dumps((launch, settings)))
         board = LoadBoard.create(len(sockets))
         stack.callback(board.close)
-        client = ProcessClient(launch.config)
+        client = make_client(launch.config)
         hub = ApiServerHub(
             client,
             board,
