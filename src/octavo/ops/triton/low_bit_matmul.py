@@ -52,8 +52,10 @@ def _exact(codes, IN_HALF: tl.constexpr):
     Cheaper than a conversion, and exact; whoever calls takes the power off together with the zero point.
     """
     if IN_HALF:
-        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
-    return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        number = (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        number = (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    return number
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
