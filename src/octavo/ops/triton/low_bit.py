@@ -17,7 +17,7 @@ from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight,
 from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import LowBit, add_sparse, low_bit_layout, low_bit_matmul, unpack_weight, workspace_size
-from octavo.ops.triton.low_bit_table import MOST_ROWS, ROW_CLASSES, tuning_for
+from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
 from octavo.ops.triton.round_rows import round_rows, scaled_sums
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
@@ -42,7 +42,8 @@ class LowBitLinear:
         if x.dtype not in _HALF or not len(x):
             return low_bit_linear(x, weight, bias)
         layout, rows = low_bit_layout(weight), x.shape[0]
-        if rows > MOST_ROWS[layout.kind]:
+        tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
+        if tuning is None:
             if (out := _eight_bit_product(x, weight, bias)) is not None:
                 return out
             x = _in_order(x, weight)
@@ -50,7 +51,6 @@ class LowBitLinear:
         else:
             x = _in_order(x, weight)
             x = x if x.stride(-1) == 1 else x.contiguous()
-            tuning = tuning_for(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
             out = low_bit_matmul(x, weight, bias, self._workspace, tuning)
         if isinstance(weight, TableWeight):
             add_sparse(x, weight, out)
@@ -59,10 +59,8 @@ class LowBitLinear:
     def _reserve(self, weight: LowBit) -> None:
         layout, device = low_bit_layout(weight), weight.data.device
         for rows in ROW_CLASSES:
-            if rows > MOST_ROWS[layout.kind]:
-                break
-            tuning = tuning_for(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(device))
-            if tuning.split == 1:
+            tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(device))
+            if tuning is None or tuning.split == 1:
                 continue
             elements, tiles = workspace_size(rows, weight.out_features, tuning)
             old = self._workspace
