@@ -58,7 +58,7 @@ _LLMCOMPRESSOR = """
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-more = {}
+more = {"processor": tokenizer}
 if job["method"] == "gptq":
     import datasets
     rows = calibration()
