@@ -45,6 +45,14 @@ else:
     where, more, asked = str(source), {}, {}
 model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.bfloat16, **more, **asked)
 tokenizer = transformers.AutoTokenizer.from_pretrained(where, **more)
+if more:
+    # The tools read the model's config from its folder again; one made from a GGUF file is nowhere, and names no class.
+    import atexit, shutil, tempfile
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.config._name_or_path = folder
 def calibration():
     text = Path(job["text"]).read_text(encoding="utf-8")
     ids = tokenizer(text)["input_ids"]

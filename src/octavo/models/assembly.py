@@ -27,7 +27,7 @@ _IGNORED = re.compile(
     r"rotary_emb\.(\w+_)?(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.(attn|attention)\.bias$|embeddings\.position_ids$"
 )
 """Buffers that older exporters saved; they follow from the config."""
-_KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+_KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)$")
 """What a float8 KV cache was calibrated with; exporters differ in where they put it."""
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(0|[1-9]\d{0,5})(?=\.)")
 
@@ -90,7 +90,7 @@ class Assembly:
         if _IGNORED.search(stored.name):
             return
         if (scale := _KV_SCALE.search(stored.name)) is not None:
-            self._kv_scales.setdefault(int(scale[1]), {})[scale[2]] = self._read_scale(stored)
+            self._kv_scales.setdefault(int(scale[1]), {})[scale[2] or scale[3]] = self._read_scale(stored)
             return
         pattern, numbers = _pattern(stored.name)
         target = self._target(pattern)

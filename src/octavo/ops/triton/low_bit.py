@@ -12,7 +12,7 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from octavo.ops.coded import CodedRows
+from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
 from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
 from octavo.ops.triton.launch import sm_count
@@ -32,6 +32,8 @@ class LowBitLinear:
 
     def pack(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
+        if rows.codes.is_floating_point() and rows.codes.is_cuda and not _has_float8(rows.codes.device):
+            return DenseWeight.plain(dequantize(rows, dtype))
         weight = pack_coded(rows, dtype)
         if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
             self._reserve(weight)
@@ -79,8 +81,8 @@ def _in_order(x: torch.Tensor, weight: LowBit) -> torch.Tensor:
 
 
 @functools.cache
-def _multiplies_float8(device: torch.device) -> bool:
-    """Compute capability 8.9 and up; older cards compute with what the codes stand for."""
+def _has_float8(device: torch.device) -> bool:
+    """Compute capability 8.9 and up; older cards cannot even convert it."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -91,7 +93,7 @@ def _eight_bit_product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | Non
         return None
     if isinstance(weight, Float8Weight):
         whole_rows = weight.scales.shape[1] == 1
-        if weight.activations.kind != "float8" or not whole_rows or not _multiplies_float8(x.device):
+        if weight.activations.kind != "float8" or not whole_rows or not _has_float8(x.device):
             return None
         codes, scale = round_rows(x, weight.activations)
         if weight.activations.scale is not None and weight.scales.numel() == 1:
