@@ -7,7 +7,6 @@ from typing import Any
 
 from octavo.errors import CheckpointError, UnsupportedModel
 
-
 MAX_SIZE = 2**31 - 1
 """No dimension of a real weight comes near."""
 
