@@ -121,6 +121,24 @@ def test_families(case: str, tmp_path: Path) -> None:
     assert distance(run(load(folder), IDS), run(load(plain), IDS)) < 1e-4
 
 
+def test_experts_stay_packed(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    family, overrides, name, leave = FAMILIES["experts, 4 bits"]
+    save_tiny(folder, family, **(SIZES | overrides))
+    plain = quantize(folder, LAYOUTS[name], leave=leave)
+    packed, dense = load(folder, ops="reference"), load(plain, ops="reference")
+    assert distance(run(packed, IDS), run(dense, IDS)) < 1e-4
+    assert packed.weights_bytes < 0.4 * dense.weights_bytes
+
+
+def test_experts_of_different_kinds_are_dequantised(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    family, overrides, name, leave = FAMILIES["experts, 4 bits"]
+    save_tiny(folder, family, **(SIZES | overrides))
+    plain = quantize(folder, LAYOUTS[name], leave=(*leave, "experts.2.w1", "experts.0.w2"))
+    assert distance(run(load(folder, ops="reference"), IDS), run(load(plain), IDS)) < 1e-4
+
+
 def quantize_conv1d(folder: Path) -> Path:
     """GPT-2's own files hold [inputs, outputs]; quantisers write [outputs, inputs] as for any layer."""
     plain = folder.with_name("plain")

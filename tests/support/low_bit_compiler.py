@@ -12,7 +12,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from octavo.ops.triton import low_bit_matmul, round_rows
+from octavo.ops.triton import low_bit_experts, low_bit_matmul, round_rows
 
 _CODES = {"int4": "*u8", "table": "*u8", "int8": "*i8", "float8": "*fp8e4nv"}
 _SIZES = ("columns", "inner", "scale_group_stride", "scale_row_stride", "table_stride", "w_stride", "out_stride")
@@ -64,6 +64,35 @@ def product(kind: str, x: str, group: int, rows: int, capability: int) -> None:
     build(f"{kind} {x} {group} {rows} sm{capability}", low_bit_matmul._low_bit_kernel, signature, constants, capability=capability)
 
 
+def grouped(kind: str) -> None:
+    signature = {
+        **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*bf16"),
+        "w_ptr": _CODES[kind],
+        "scales_ptr": "*fp32" if kind == "float8" else "*fp16",
+        "zeros_ptr": "*u8" if kind == "int4" else "*i16",
+        "factor_ptr": "*fp32",
+        **dict.fromkeys(("order_ptr", "tile_expert_ptr", "tile_begin_ptr", "tile_end_ptr"), "*i32"),
+        **dict.fromkeys((*_SIZES, "stored", "groups", "zero_group_stride", "x_stride"), "i32"),
+    }
+    del signature["table_stride"]
+    constants = {
+        "TOP_K": 8,
+        "GATHER": True,
+        "BIAS": True,
+        "KIND": kind,
+        "FOUR": kind in low_bit_matmul.FOUR_BITS,
+        "GROUP": 128,
+        "ROW_BLOCK": 128 if kind == "float8" else 1,
+        "ZEROS": kind == "int4",
+        "EVEN": True,
+        "ROWS": 16,
+        "COLUMNS": 64,
+        "INNER": 128,
+        "STAGES": 4,
+    }
+    build(f"experts {kind} sm90", low_bit_experts._experts_kernel, signature, constants)
+
+
 def unpacking(kind: str) -> None:
     signature = {"w_ptr": _CODES[kind], "scales_ptr": "*fp16", "zeros_ptr": "*u8", "table_ptr": "*fp16", "out_ptr": "*bf16"}
     constants = {
@@ -91,6 +120,8 @@ def main() -> None:
     product("int4", "fp16", 32, 128, 90)
     product("table", "fp16", 0, 128, 90)
     product("int4", "fp16", 128, 16, 80)
+    for kind in ("int4", "int8", "float8"):
+        grouped(kind)
     for integer in (True, False):
         rounding(integer)
     signature = {"sums_ptr": "*i32", "x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}

@@ -14,7 +14,7 @@ from octavo.models.decoder import Weights
 from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.coded import CodedRows, joined
+from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
@@ -141,7 +141,7 @@ class Assembly:
             raise CheckpointError(f"{stored.file}: tensor {stored.name} fills what another tensor has filled already.")
         if self._packs(parameter):
             self._segments.setdefault(parameter.name, {})[start] = self._pack(parameter, stored)
-        elif parameter.kind == "linear" and stored.coded is not None:
+        elif parameter.kind in ("linear", "experts") and stored.coded is not None:
             self._coded.setdefault(parameter.name, {})[start] = stored.coded()
         else:
             stored.copy_into(self._buffer(parameter)[start:stop].view(stored.shape))
@@ -199,9 +199,28 @@ class Assembly:
         self._panels[parameter.name] = weight
         self._nbytes += weight.nbytes
 
+    def _complete_experts(self, parameter: Parameter) -> None:
+        """Of which at least some are stored in few bits: packed together where they are alike, else dequantised."""
+        assert isinstance(self._spec, ModelSpec) and self._spec.moe is not None
+        coded, count = self._coded.pop(parameter.name), self._spec.moe.num_experts
+        dense = self._partial.pop(parameter.name, None)
+        whole = joined([coded[start] for start in sorted(coded)]) if dense is None else None
+        if whole is not None:
+            packed = self._ops.pack_coded_experts(whole, count, self._dtype)
+        else:
+            dense = torch.empty(parameter.shape, dtype=self._dtype, device=self.device) if dense is None else dense
+            for start, rows in coded.items():
+                dense[start : start + rows.shape[0]] = dequantize(rows, self._dtype)
+            packed = self._ops.pack_experts(dense.view(count, -1, parameter.shape[1]))
+        self._experts[parameter.name] = packed
+        self._nbytes += packed.nbytes
+
     def _complete(self, parameter: Parameter) -> None:
         if self._packs(parameter):
             self._complete_panels(parameter)
+            return
+        if parameter.kind == "experts" and parameter.name in self._coded:
+            self._complete_experts(parameter)
             return
         if parameter.name in self._coded:
             self._linears[parameter.name] = low_bit = self._low_bit(parameter)

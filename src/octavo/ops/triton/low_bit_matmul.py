@@ -58,6 +58,111 @@ def _exact(codes, IN_HALF: tl.constexpr):
     return number
 
 
+@triton.jit
+def accumulated(
+    acc,
+    x_columns,
+    w_rows,
+    scale_at,
+    zero_at,
+    entries,
+    in_rows,
+    in_columns,
+    lo,
+    hi,
+    stored,
+    groups,
+    scale_group_stride,
+    zero_group_stride,
+    X: tl.constexpr,
+    KIND: tl.constexpr,
+    FOUR: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    EVEN: tl.constexpr,
+    INNER: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """acc [columns, rows] plus the products of inner elements from `lo` up to `hi`, scaled.
+
+    x_columns: [1, rows] where each row of x begins. w_rows, entries: [columns, 1] where each column's codes and table begin.
+    scale_at, zero_at: [columns] those of group 0. GROUP: columns of a group, 0 where one scale is for a whole row. ZEROS: each group has
+    a zero point (else 8 for int4, 0). X: x's dtype.
+    """
+    IN_HALF: tl.constexpr = tl.float16 == X
+    POWER: tl.constexpr = 1024 if IN_HALF else 128
+    TWO_GROUPS: tl.constexpr = FOUR and GROUP == 32
+    for k0 in tl.range(lo, hi, INNER, num_stages=STAGES):
+        if FOUR:
+            b = tl.arange(0, INNER // 2)
+            at = k0 // 2 + b[None, :]
+            if EVEN:
+                w = tl.load(w_rows + at)
+            else:
+                w = tl.load(w_rows + at, mask=in_columns[:, None] & (at < stored), other=0)
+            first = k0 + (b // 32) * 64 + b % 32
+            second = first + 32
+            if EVEN:
+                x_low = tl.load(x_columns + first[:, None], mask=in_rows, other=0.0)
+                x_high = tl.load(x_columns + second[:, None], mask=in_rows, other=0.0)
+            else:
+                x_low = tl.load(x_columns + first[:, None], mask=in_rows & (first < hi)[:, None], other=0.0)
+                x_high = tl.load(x_columns + second[:, None], mask=in_rows & (second < hi)[:, None], other=0.0)
+            group = k0 // GROUP if GROUP > 0 else 0
+            # Past the last group there are no inputs, and nothing counts.
+            next_group = tl.minimum(group + 1, groups - 1)
+            if KIND == "table":
+                low = tl.load(entries + (w & 15), mask=in_columns[:, None], other=0.0).to(X)
+                high = tl.load(entries + (w >> 4), mask=in_columns[:, None], other=0.0).to(X)
+            else:
+                low = _exact(w & 15, IN_HALF)
+                high = _exact(w >> 4, IN_HALF)
+                if ZEROS:
+                    zero = tl.load(zero_at + group * zero_group_stride, mask=in_columns, other=0).to(tl.float32) + POWER
+                    low = low - zero.to(low.dtype)[:, None]
+                    if TWO_GROUPS:
+                        zero = tl.load(zero_at + next_group * zero_group_stride, mask=in_columns, other=0).to(tl.float32) + POWER
+                    high = high - zero.to(high.dtype)[:, None]
+                else:
+                    low = low - (POWER + 8)
+                    high = high - (POWER + 8)
+            if GROUP == 0:
+                acc = tl.dot(low, x_low, acc)
+                acc = tl.dot(high, x_high, acc)
+            elif TWO_GROUPS:
+                scale = tl.load(scale_at + group * scale_group_stride, mask=in_columns, other=0.0).to(tl.float32)
+                acc += tl.dot(low, x_low) * scale[:, None]
+                scale = tl.load(scale_at + next_group * scale_group_stride, mask=in_columns, other=0.0)
+                acc += tl.dot(high, x_high) * scale.to(tl.float32)[:, None]
+            else:
+                scale = tl.load(scale_at + group * scale_group_stride, mask=in_columns, other=0.0).to(tl.float32)
+                total = tl.dot(low, x_low)
+                total = tl.dot(high, x_high, total)
+                acc += total * scale[:, None]
+        else:
+            k = k0 + tl.arange(0, INNER)
+            if EVEN:
+                w = tl.load(w_rows + k[None, :])
+                x = tl.load(x_columns + k[:, None], mask=in_rows, other=0.0)
+            else:
+                w = tl.load(w_rows + k[None, :], mask=in_columns[:, None] & (k < hi)[None, :], other=0.0)
+                x = tl.load(x_columns + k[:, None], mask=in_rows & (k < hi)[:, None], other=0.0)
+            values = w.to(X)
+            group = k0 // GROUP if GROUP > 0 else 0
+            if ZEROS:
+                zero = tl.load(zero_at + group * zero_group_stride, mask=in_columns, other=0)
+                values = values - zero.to(values.dtype)[:, None]
+            if GROUP == 0:
+                acc = tl.dot(values, x, acc)
+            else:
+                scale = tl.load(scale_at + group * scale_group_stride, mask=in_columns, other=0.0).to(tl.float32)
+                acc += tl.dot(values, x) * scale[:, None]
+    if SCALES and GROUP == 0:
+        acc *= tl.load(scale_at, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _low_bit_kernel(
     x_ptr,
@@ -96,7 +201,6 @@ def _low_bit_kernel(
     BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """GROUP: columns of a group, 0 where one scale is for a whole row. ZEROS: each group has a zero point (else 8 for int4, 0)."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -112,78 +216,31 @@ def _low_bit_kernel(
     in_columns = n < columns
     scale_at = scales_ptr + (n // ROW_BLOCK).to(tl.int64) * scale_row_stride
     zero_at = zeros_ptr + n
-    IN_HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-    POWER: tl.constexpr = 1024 if IN_HALF else 128
-    TWO_GROUPS: tl.constexpr = FOUR and GROUP == 32
-    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for k0 in tl.range(lo, hi, INNER, num_stages=STAGES):
-        if FOUR:
-            b = tl.arange(0, INNER // 2)
-            at = k0 // 2 + b[None, :]
-            if EVEN:
-                w = tl.load(w_rows + at)
-            else:
-                w = tl.load(w_rows + at, mask=in_columns[:, None] & (at < stored), other=0)
-            first = k0 + (b // 32) * 64 + b % 32
-            second = first + 32
-            if EVEN:
-                x_low = tl.load(x_columns + first[:, None], mask=in_rows, other=0.0)
-                x_high = tl.load(x_columns + second[:, None], mask=in_rows, other=0.0)
-            else:
-                x_low = tl.load(x_columns + first[:, None], mask=in_rows & (first < hi)[:, None], other=0.0)
-                x_high = tl.load(x_columns + second[:, None], mask=in_rows & (second < hi)[:, None], other=0.0)
-            group = k0 // GROUP if GROUP > 0 else 0
-            # Past the last group there are no inputs, and nothing counts.
-            next_group = tl.minimum(group + 1, groups - 1)
-            if KIND == "table":
-                entries = table_ptr + n[:, None] * table_stride
-                low = tl.load(entries + (w & 15), mask=in_columns[:, None], other=0.0).to(x_ptr.dtype.element_ty)
-                high = tl.load(entries + (w >> 4), mask=in_columns[:, None], other=0.0).to(x_ptr.dtype.element_ty)
-            else:
-                low = _exact(w & 15, IN_HALF)
-                high = _exact(w >> 4, IN_HALF)
-                if ZEROS:
-                    zero = tl.load(zero_at + group * columns, mask=in_columns, other=0).to(tl.float32) + POWER
-                    low = low - zero.to(low.dtype)[:, None]
-                    if TWO_GROUPS:
-                        zero = tl.load(zero_at + next_group * columns, mask=in_columns, other=0).to(tl.float32) + POWER
-                    high = high - zero.to(high.dtype)[:, None]
-                else:
-                    low = low - (POWER + 8)
-                    high = high - (POWER + 8)
-            if GROUP == 0:
-                acc = tl.dot(low, x_low, acc)
-                acc = tl.dot(high, x_high, acc)
-            elif TWO_GROUPS:
-                scale = tl.load(scale_at + group * scale_group_stride, mask=in_columns, other=0.0).to(tl.float32)
-                acc += tl.dot(low, x_low) * scale[:, None]
-                scale = tl.load(scale_at + next_group * scale_group_stride, mask=in_columns, other=0.0)
-                acc += tl.dot(high, x_high) * scale.to(tl.float32)[:, None]
-            else:
-                scale = tl.load(scale_at + group * scale_group_stride, mask=in_columns, other=0.0).to(tl.float32)
-                total = tl.dot(low, x_low)
-                total = tl.dot(high, x_high, total)
-                acc += total * scale[:, None]
-        else:
-            k = k0 + tl.arange(0, INNER)
-            if EVEN:
-                w = tl.load(w_rows + k[None, :])
-                x = tl.load(x_columns + k[:, None], mask=in_rows, other=0.0)
-            else:
-                w = tl.load(w_rows + k[None, :], mask=in_columns[:, None] & (k < hi)[None, :], other=0.0)
-                x = tl.load(x_columns + k[:, None], mask=in_rows & (k < hi)[:, None], other=0.0)
-            values = w.to(x_ptr.dtype.element_ty)
-            group = k0 // GROUP if GROUP > 0 else 0
-            if ZEROS:
-                zero = tl.load(zero_at + group * columns, mask=in_columns, other=0)
-                values = values - zero.to(values.dtype)[:, None]
-            if GROUP == 0:
-                acc = tl.dot(values, x, acc)
-            else:
-                scale = tl.load(scale_at + group * scale_group_stride, mask=in_columns, other=0.0).to(tl.float32)
-                acc += tl.dot(values, x) * scale[:, None]
-    if SCALES and GROUP == 0:
-        acc *= tl.load(scale_at, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+    acc = accumulated(
+        tl.zeros([COLUMNS, ROWS], tl.float32),
+        x_columns,
+        w_rows,
+        scale_at,
+        zero_at,
+        table_ptr + n[:, None] * table_stride,
+        in_rows,
+        in_columns,
+        lo,
+        hi,
+        stored,
+        groups,
+        scale_group_stride,
+        columns,
+        x_ptr.dtype.element_ty,
+        KIND,
+        FOUR,
+        GROUP,
+        SCALES,
+        ZEROS,
+        EVEN,
+        INNER,
+        STAGES,
+    )
     out = out_ptr + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     kept = in_rows & in_columns[:, None]
     if SPLIT > 1:
