@@ -227,3 +227,13 @@ def test_parameters_are_checked_where_they_are_made() -> None:
         with pytest.raises(InvalidRequest) as caught:
             octavo.PoolingParams(**bad)
         assert caught.value.param == next(iter(bad))
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "LlamaModel"])
+def test_weights_rounded_while_loading(tmp_path: Path, architecture: str) -> None:
+    save_pooling(tmp_path, architecture, **(ENCODERS | DECODERS)[architecture])
+    with open_llm(tmp_path) as llm:
+        expected = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
+    with open_llm(tmp_path, quantization="int8") as llm:
+        rounded = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
+    assert 1e-6 < np.abs(rounded - expected).max() < 0.1

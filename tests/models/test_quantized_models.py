@@ -121,6 +121,24 @@ def test_families(case: str, tmp_path: Path) -> None:
     assert distance(run(load(folder), IDS), run(load(plain), IDS)) < 1e-4
 
 
+def test_experts_stay_packed(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    family, overrides, name, leave = FAMILIES["experts, 4 bits"]
+    save_tiny(folder, family, **(SIZES | overrides))
+    plain = quantize(folder, LAYOUTS[name], leave=leave)
+    packed, dense = load(folder, ops="reference"), load(plain, ops="reference")
+    assert distance(run(packed, IDS), run(dense, IDS)) < 1e-4
+    assert packed.weights_bytes < 0.4 * dense.weights_bytes
+
+
+def test_experts_of_different_kinds_are_dequantised(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    family, overrides, name, leave = FAMILIES["experts, 4 bits"]
+    save_tiny(folder, family, **(SIZES | overrides))
+    plain = quantize(folder, LAYOUTS[name], leave=(*leave, "experts.2.w1", "experts.0.w2"))
+    assert distance(run(load(folder, ops="reference"), IDS), run(load(plain), IDS)) < 1e-4
+
+
 def quantize_conv1d(folder: Path) -> Path:
     """GPT-2's own files hold [inputs, outputs]; quantisers write [outputs, inputs] as for any layer."""
     plain = folder.with_name("plain")
@@ -139,6 +157,41 @@ def quantize_conv1d(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": layout.config}))
     save_file(quantized, folder / "model.safetensors")
     return plain
+
+
+def mxfp4(folder: Path) -> Path:
+    """gpt-oss's own layout: two codes a byte, the even one low, and the logarithm of a scale plus 127."""
+    plain = folder.with_name("plain")
+    plain.mkdir()
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    quantized, dense = dict(tensors), dict(tensors)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs))
+        exponents = torch.randint(120, 125, (experts, outputs, inputs // 32))
+        scales = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, -1)
+        dense[name] = (table[codes] * scales).transpose(1, 2).contiguous()
+        del quantized[name]
+        quantized[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).view(experts, outputs, -1, 16).to(torch.uint8)
+        quantized[f"{name}_scales"] = exponents.to(torch.uint8)
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(dense, plain / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    save_file(quantized, folder / "model.safetensors")
+    return plain
+
+
+def test_mxfp4_experts(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    save_tiny(folder, "gpt_oss", **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+    plain = mxfp4(folder)
+    assert distance(run(load(folder), IDS), run(load(plain), IDS)) < 1e-6
+    tensors = load_file(folder / "model.safetensors")
+    missing = {n: t for n, t in tensors.items() if n != "model.layers.1.mlp.experts.down_proj_scales"}
+    save_file(missing, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj_blocks is there without .*down_proj_scales"):
+        load(folder)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu", "native"])

@@ -44,6 +44,8 @@ COMMANDS = {
     "bench latency": Command("octavo.cli.bench.latency", "Offline: time of one batch, to the first token and between tokens."),
     "bench serve": Command("octavo.cli.bench.serve", "Load any OpenAI-compatible server and report latencies."),
     "bench kv": Command("octavo.cli.bench.kv", "How much of the KV cache is wasted, paged and contiguous."),
+    "quantize": Command("octavo.cli.quantize", "Make a low-bit checkpoint of a model."),
+    "eval": Command("octavo.cli.evaluate", "Perplexity on a text, and agreement with another model."),
     "plan": Command("octavo.cli.plan", "What fits: tokens and users for a model and an amount of memory."),
     "models list": Command("octavo.cli.models_list", "Models on this machine."),
     "models pull": Command("octavo.cli.models_pull", "Fetch a model, by default the bundled one."),

@@ -185,6 +185,13 @@ def _model(
     if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
         raise UnsupportedModel(f"{name}: its config names no architecture ('architectures'), so Octavo cannot tell how to run it.")
     quantization = quantization_method(args.quantization, hf_config, name)
+    if quantization in ("fp8", "modelopt") and device.kind == "cuda" and device.capability < (8, 9):
+        major, minor = device.capability
+        if hf_config.get("quantization_config") is None:
+            raise ConfigError(
+                f"--quantization fp8: {device.name} (compute capability {major}.{minor}) has no float8; 8.9 or newer has. Use --quantization int8."
+            )
+        warnings.append(f"{device.name} has no float8: the weights take 16 bits in memory, twice what they take on disk.")
     if quantization is not None and path.endswith(".gguf"):
         raise ConfigError(f"--quantization {args.quantization}: the weights of a GGUF file stay as they are. Leave the option out.")
     vocab_size = hf_config.get("vocab_size")

@@ -15,7 +15,7 @@ from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
-from octavo.ops.coded import CodedRows, joined
+from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
@@ -29,7 +29,7 @@ _IGNORED = re.compile(
     r"rotary_emb\.(\w+_)?(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.(attn|attention)\.bias$|embeddings\.position_ids$"
 )
 """Buffers that older exporters saved; they follow from the config."""
-_KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+_KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)$")
 """What a float8 KV cache was calibrated with; exporters differ in where they put it."""
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(0|[1-9]\d{0,5})(?=\.)")
 
@@ -99,7 +99,7 @@ class Assembly:
         if _IGNORED.search(stored.name):
             return
         if (scale := _KV_SCALE.search(stored.name)) is not None:
-            self._kv_scales.setdefault(int(scale[1]), {})[scale[2]] = self._read_scale(stored)
+            self._kv_scales.setdefault(int(scale[1]), {})[scale[2] or scale[3]] = self._read_scale(stored)
             return
         pattern, numbers = _pattern(stored.name)
         target = self._target(pattern)
@@ -162,7 +162,7 @@ class Assembly:
             self._segments.setdefault(parameter.name, {})[start] = self._pack(parameter, stored)
             return
         kept = divided(stored, piece.part)
-        if parameter.kind == "linear" and kept.coded is not None and not piece.pad:
+        if parameter.kind in ("linear", "experts") and kept.coded is not None and not piece.pad:
             self._coded.setdefault(parameter.name, {})[start] = kept.coded()
             return
         rows = self._buffer(parameter)[start:stop]
@@ -221,9 +221,28 @@ class Assembly:
         self._panels[parameter.name] = weight
         self._nbytes += weight.nbytes
 
+    def _complete_experts(self, parameter: Parameter) -> None:
+        """Of which at least some are stored in few bits: packed together where they are alike, else dequantised."""
+        assert self._division is not None and self._division.spec.moe is not None
+        coded, count = self._coded.pop(parameter.name), self._division.spec.moe.num_experts
+        dense = self._partial.pop(parameter.name, None)
+        whole = joined([coded[start] for start in sorted(coded)]) if dense is None else None
+        if whole is not None:
+            packed = self._ops.pack_coded_experts(whole, count, self._dtype)
+        else:
+            dense = torch.empty(parameter.shape, dtype=self._dtype, device=self.device) if dense is None else dense
+            for start, rows in coded.items():
+                dense[start : start + rows.shape[0]] = dequantize(rows, self._dtype)
+            packed = self._ops.pack_experts(dense.view(count, -1, parameter.shape[1]))
+        self._experts[parameter.name] = packed
+        self._nbytes += packed.nbytes
+
     def _complete(self, parameter: Parameter) -> None:
         if self._packs(parameter):
             self._complete_panels(parameter)
+            return
+        if parameter.kind == "experts" and parameter.name in self._coded:
+            self._complete_experts(parameter)
             return
         if parameter.name in self._coded:
             self._linears[parameter.name] = low_bit = self._low_bit(parameter)

@@ -34,6 +34,7 @@ from octavo.quantization.on_the_fly import OnTheFly
 from octavo.quantization.pieces import Format
 from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import whole_weights
@@ -94,7 +95,7 @@ def load_model(
     needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if form is not None and config.device.kind == "cuda" and model.load_format != "dummy":
+    if form is not None and form.method != "mxfp4" and spec.moe is None and config.device.kind == "cuda":
         needed = _stored(model.path, gguf, None)[0]
     elif on_the_fly is not None and config.device.kind == "cuda":
         needed //= 2
@@ -170,7 +171,9 @@ def fill(
                 return _fill_dummy(assembly, needed, config.model.seed, progress)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
                 total, tensors = _stored(config.model.path, gguf, reader)
-                if form is not None:
+                if form is not None and form.method == "mxfp4":
+                    tensors = whole_experts(tensors, assembly.device)
+                elif form is not None:
                     names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
                     tensors = whole_weights(tensors, names, form, assembly.device)
                 return _fill_stored(assembly, total, tensors, progress)

@@ -150,13 +150,15 @@ class ExpertsWeight:
     """One floating-point weight an expert, of equal shapes."""
 
     data: torch.Tensor
-    """[experts, out_features, in_features]; empty where `parts` has them."""
+    """[experts, out_features, in_features]; empty where `parts` or `low_bit` has them."""
     num_experts: int
     out_features: int
     in_features: int
     nbytes: int
     parts: tuple[DenseWeight, ...] = ()
     """Each expert's own, where the device wants them so."""
+    low_bit: Int4Weight | Int8Weight | Float8Weight | None = None
+    """All of them, [experts * out_features, in_features], where they stay in few bits; their inputs are taken as they are."""
 
     @classmethod
     def plain(cls, weight: torch.Tensor) -> ExpertsWeight:

@@ -113,6 +113,16 @@ class PackExperts(Protocol):
         """
 
 
+class PackCodedExperts(Protocol):
+    def __call__(self, rows: CodedRows, num_experts: int, dtype: torch.dtype) -> ExpertsWeight:
+        """Put low-bit weights of experts into the layout that `experts` likes best. The caller drops its own reference.
+
+        Args:
+            rows: [experts * out_features, in_features]
+            dtype: see `PackCoded`.
+        """
+
+
 class Experts(Protocol):
     def __call__(
         self,
@@ -204,6 +214,7 @@ class Ops:
     linear: Linear
     embedding: Embedding
     pack_experts: PackExperts
+    pack_coded_experts: PackCodedExperts
     experts: Experts
     decoder: DecoderKernels | None = None
     """Whole forward passes, where the device has them: then nothing else here is called for a float32 decoder."""

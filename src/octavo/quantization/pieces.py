@@ -42,6 +42,8 @@ class Pieces:
         if tensor.dtype not in dtypes or (dims is not None and tensor.ndim != dims):
             kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise self.fail(piece, kinds if dims is None else f"{kinds} with {dims} dimensions")
+        if not tensor.numel():
+            raise self.fail(piece, "more than nothing")
         return tensor
 
     def shaped(self, piece: str, *dtypes: torch.dtype, shape: tuple[int, ...], why: str = "") -> torch.Tensor:
@@ -100,7 +102,7 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     Returns:
         [rows, count] uint8
     """
-    octets = words.contiguous().view(torch.uint8)  # machines that run this store the lowest byte first
+    octets = words.reshape(-1).view(torch.uint8).view(len(words), -1)  # machines that run this store the lowest byte first
     if bits == 8:
         return octets[:, :count]
     if bits == 4:

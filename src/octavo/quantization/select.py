@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from octavo.config.quantization import quantization_method
 from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.ops.coded import CodedRows
 from octavo.quantization.formats.awq import awq
 from octavo.quantization.formats.bitsandbytes import bitsandbytes
 from octavo.quantization.formats.compressed_tensors import compressed_tensors
@@ -14,7 +15,7 @@ from octavo.quantization.formats.fp8 import fp8, modelopt
 from octavo.quantization.formats.gptq import gptq
 from octavo.quantization.formats.int8 import int8
 from octavo.quantization.formats.squeezellm import squeezellm
-from octavo.quantization.pieces import Format
+from octavo.quantization.pieces import Format, Pieces
 from octavo.quantization.settings import Settings
 
 
@@ -30,6 +31,11 @@ def _auto_round(settings: Settings) -> Format:
     )
 
 
+def _not_by_module(pieces: Pieces) -> CodedRows:
+    """gpt-oss quantises experts alone, all of a layer in one tensor: `weights.mxfp4` reads them."""
+    raise CheckpointError(f"{pieces.module}: quantised with mxfp4, which is for experts.")
+
+
 _FORMATS: Final[Mapping[str, Callable[[Settings], Format]]] = {
     "awq": awq,
     "gptq": gptq,
@@ -40,6 +46,7 @@ _FORMATS: Final[Mapping[str, Callable[[Settings], Format]]] = {
     "int8": int8,
     "squeezellm": squeezellm,
     "bitsandbytes": bitsandbytes,
+    "mxfp4": lambda _: Format("mxfp4", frozenset(), frozenset(), _not_by_module),
 }
 
 
@@ -58,8 +65,6 @@ def stored_format(hf_config: Mapping[str, Any], where: str) -> Format | None:
         return None
     method = quantization_method(None, hf_config, where)
     assert method is not None and isinstance(values, Mapping)
-    if method not in _FORMATS:
-        raise UnsupportedModel(f"{where}: weights quantised with {method} are not read yet. Octavo reads {', '.join(_FORMATS)}, and GGUF.")
     try:
         return _FORMATS[method](Settings(values, f"{where}: quantization_config"))
     except RecursionError:

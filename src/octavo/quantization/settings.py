@@ -7,6 +7,9 @@ from typing import Any
 
 from octavo.errors import CheckpointError, UnsupportedModel
 
+MAX_SIZE = 2**31 - 1
+"""No dimension of a real weight comes near."""
+
 
 class Settings:
     """One level of a quantization_config. A key that is absent or null takes the default."""
@@ -46,7 +49,7 @@ class Settings:
     def group_size(self, *keys: str) -> int:
         """Columns that share a scale; -1: all of a row."""
         value = self.integer(*keys, default=-1)
-        if value != -1 and value < 1:
+        if value != -1 and not 0 < value <= MAX_SIZE:
             raise self.fail(next(k for k in keys if self.has(k)), "a number greater than 0, or -1 for one group a row")
         return value
 
@@ -73,6 +76,16 @@ class Settings:
         if not isinstance(value, Mapping):
             raise self.fail(key, "an object")
         return Settings(value, f"{self.where}: {key}")
+
+    def block_size(self, key: str) -> tuple[int, int] | None:
+        """Rows and columns of a block that shares a scale; None: there are no blocks."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        sound = isinstance(value, (list, tuple)) and len(value) == 2
+        if not sound or not all(isinstance(v, int) and not isinstance(v, bool) and 0 < v <= MAX_SIZE for v in value):
+            raise self.fail(key, "two numbers greater than 0: rows and columns of a block")
+        return value[0], value[1]
 
     def strings(self, key: str) -> tuple[str, ...]:
         value = self.values.get(key)

@@ -27,6 +27,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
+from octavo.worker.diagnosis import Diagnosis
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
@@ -122,6 +123,7 @@ class Worker:
             self._native_steps(self._attention),
             divisible=config.parallel.world == 1,
         )
+        self._diagnosis = Diagnosis(self._model, self._tables, self._state)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
@@ -156,7 +158,10 @@ class Worker:
 
     def collect(self) -> StepResult:
         """The result of the oldest step not collected yet; waits for it."""
-        return settle(self._launched.popleft(), self._config.model.dtype)
+        result = settle(self._launched.popleft(), self._config.model.dtype)
+        if result.errors and (where := self._diagnosis.explain(list(result.errors))):
+            result.errors = {slot: message + where for slot, message in result.errors.items()}
+        return result
 
     def preparation_due(self, *, idle: bool) -> bool:
         """Whether `prepare` would do something."""

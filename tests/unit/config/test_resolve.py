@@ -119,3 +119,42 @@ def test_cpu_is_always_found() -> None:
         detect_device("cpu", threads=0)
     with pytest.raises(ConfigError, match="auto, cpu or cuda"):
         detect_device("tpu")
+
+
+QUANTIZED = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+
+
+def test_quantisation_is_what_the_checkpoint_says() -> None:
+    assert make().model.quantization is None
+    assert make(hf=QUANTIZED).model.quantization == "awq"
+    assert make(hf=QUANTIZED, quantization="awq_marlin").model.quantization == "awq"
+    assert make(hf={"quantization_config": {"quant_algo": "FP8"}}).model.quantization == "modelopt"
+    assert make(quantization="int8").model.quantization == "int8"
+
+
+def test_quantised_models_compute_in_bfloat16_where_they_can() -> None:
+    half = {"dtype": "float16"}
+    assert make(GPU, hf=half).model.dtype == "float16"
+    assert make(GPU, hf=half | QUANTIZED).model.dtype == "bfloat16"
+    assert make(OLD_GPU, hf=half | QUANTIZED).model.dtype == "float16"
+    assert make(GPU, hf=half | QUANTIZED, dtype="float16").model.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("device", "hf", "settings", "words"),
+    [
+        (CPU, QUANTIZED, {"quantization": "gptq"}, "--quantization gptq: the weights of .* are quantised with awq"),
+        (CPU, {}, {"quantization": "awq"}, "are not quantised, and only fp8 and int8 are made while loading.*octavo quantize"),
+        (CPU, {}, {"quantization": "fp9"}, "'fp9' is not one of .*awq.* Did you mean fp8"),
+        (OLD_GPU, {}, {"quantization": "fp8"}, r"old gpu \(compute capability 7.5\) has no float8.*int8"),
+    ],
+)
+def test_quantisation_that_cannot_be(device: DeviceInfo, hf: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(device, hf=hf, **settings)
+
+
+def test_a_card_without_float8_says_what_it_does_instead() -> None:
+    stored = {"quantization_config": {"quant_method": "fp8"}}
+    assert any("has no float8: the weights take 16 bits" in w for w in make(OLD_GPU, hf=stored).warnings)
+    assert not make(GPU, hf=stored).warnings

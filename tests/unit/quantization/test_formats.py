@@ -204,7 +204,6 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
             "rotations",
         ),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllama"}, UnsupportedModel, "exllama"),
-        ({"quant_method": "mxfp4"}, UnsupportedModel, "mxfp4 are not read yet"),
     ],
 )
 def test_configs_that_cannot_be_read(config: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -106,7 +106,7 @@ FAMILIES = (
     ),
     Family(
         name="deepseek_v3",
-        title="DeepSeek-V3, R1 (16-bit weights)",
+        title="DeepSeek-V3, R1",
         architectures=("DeepseekV3ForCausalLM",),
         spec=lambda config: _spec(config, "DeepseekV3ForCausalLM"),
         weights=_WEIGHTS,

@@ -49,7 +49,7 @@ def _halves(spec: ModelSpec) -> npt.NDArray[np.int64]:
 
 FAMILY = Family(
     name="gpt_oss",
-    title="gpt-oss (16-bit weights)",
+    title="gpt-oss",
     architectures=("GptOssForCausalLM",),
     spec=_spec,
     weights={

@@ -22,6 +22,7 @@ def overrides() -> dict[str, Any]:
         "pack_coded": linear.pack_coded,
         "linear": linear.linear,
         "pack_experts": experts.pack_experts,
+        "pack_coded_experts": experts.pack_coded_experts,
         "experts": experts.experts,
     }
 

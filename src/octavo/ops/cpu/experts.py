@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.cpu.linear import linear, pack_linear
 from octavo.ops.packed import ExpertsWeight
 from octavo.ops.reference.activation import gated_mul
@@ -15,6 +16,11 @@ def pack_experts(weight: torch.Tensor) -> ExpertsWeight:
     parts = tuple(pack_linear(one) for one in weight)
     count, rows, columns = weight.shape
     return ExpertsWeight(weight[:0], count, rows, columns, weight.nbytes, parts)
+
+
+def pack_coded_experts(rows: CodedRows, num_experts: int, dtype: torch.dtype) -> ExpertsWeight:
+    """See `ops.registry.PackCodedExperts`: dequantised, as `linear.pack_coded` does."""
+    return pack_experts(dequantize(rows, dtype).view(num_experts, -1, rows.shape[1]))
 
 
 def experts(

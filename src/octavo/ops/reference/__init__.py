@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.ops.reference.activation import gated_mul
-from octavo.ops.reference.experts import experts, pack_experts
+from octavo.ops.reference.experts import experts, pack_coded_experts, pack_experts
 from octavo.ops.reference.linear import embedding, linear, pack_linear
 from octavo.ops.reference.low_bit import pack_coded
 from octavo.ops.reference.norm import add_rms_norm, rms_norm
@@ -20,5 +20,6 @@ OPS = Ops(
     linear=linear,
     embedding=embedding,
     pack_experts=pack_experts,
+    pack_coded_experts=pack_coded_experts,
     experts=experts,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Final
 
 import torch
@@ -234,9 +233,3 @@ def _dense_outliers(sparse: SparseRows | None) -> Outliers | None:
     counts = sparse.begins.diff().long()
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return Outliers(rows, sparse.columns.long(), sparse.values)
-
-
-@functools.cache
-def float8_supported(device: torch.device) -> bool:
-    """Whether a GPU multiplies float8 (compute capability 8.9 and up)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

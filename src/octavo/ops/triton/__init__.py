@@ -21,6 +21,7 @@ def overrides() -> dict[str, Any]:
         "add_rms_norm": add_rms_norm,
         "gated_mul": gated_mul,
         "pack_linear": linear.pack,
+        "pack_coded": linear.pack_coded,
         "linear": linear.linear,
         "experts": experts,
         "draw": draw_tokens,

@@ -18,8 +18,10 @@ import triton.language as tl
 
 from octavo.ops.packed import ExpertsWeight
 from octavo.ops.reference.activation import gated_mul as plain_gated_mul
+from octavo.ops.reference.low_bit import unpack
 from octavo.ops.registry import Activation
 from octavo.ops.triton.gated_mul import gated_mul
+from octavo.ops.triton.low_bit_experts import low_bit_product
 
 
 @triton.jit
@@ -141,6 +143,10 @@ def _product(
     x: torch.Tensor, weight: ExpertsWeight, bias: torch.Tensor | None, scale: torch.Tensor | None, tiles: ExpertTiles, top_k: int
 ) -> torch.Tensor:
     """[pairs, out_features]: by sorted pair from tokens without `scale`; by pair, scaled by `scale` [pairs], from sorted pairs with it."""
+    if weight.low_bit is not None:
+        if x.dtype in (torch.bfloat16, torch.float16):
+            return low_bit_product(x, weight, bias, scale, tiles, top_k)
+        weight = ExpertsWeight.plain(unpack(weight.low_bit, x.dtype).view(weight.num_experts, weight.out_features, weight.in_features))
     rows, columns, inner = tiles.rows, weight.out_features, weight.in_features
     tile_columns, tile_inner = (64, 128) if rows <= 32 else (128, 64)
     out = torch.empty(len(tiles.order), columns, dtype=x.dtype, device=x.device)

@@ -9,8 +9,9 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from octavo.ops.packed import DenseWeight, LinearWeight
-from octavo.ops.reference.low_bit import low_bit_linear
+from octavo.ops.coded import CodedRows
+from octavo.ops.packed import DenseWeight, LinearWeight, SegmentedWeight
+from octavo.ops.triton.low_bit import LowBitLinear
 from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul
 from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
 
@@ -30,6 +31,7 @@ class TritonLinear:
 
     def __init__(self) -> None:
         self._workspace: SkinnyWorkspace | None = None
+        self._low_bit = LowBitLinear()
         self._choices: dict[tuple[int, int], Choices] = {}
         """By (out_features, in_features)."""
 
@@ -43,10 +45,17 @@ class TritonLinear:
                     self._reserve(tuning, rows, shape[0], weight.device)
         return DenseWeight.plain(weight)
 
+    def pack_coded(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
+        """See `ops.registry.PackCoded`."""
+        return self._low_bit.pack(rows, dtype)
+
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ops.registry.Linear`."""
+        if isinstance(weight, SegmentedWeight):
+            out = torch.cat([self.linear(x, part, None) for part in weight.parts], -1)
+            return out if bias is None else out + bias
         if not isinstance(weight, DenseWeight):
-            return low_bit_linear(x, weight, bias)
+            return self._low_bit.linear(x, weight, bias)
         known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
         if known is None or not 0 < rows <= ROW_CLASSES[-1] or x.dtype not in _HALF or x.dtype != weight.data.dtype:
             return F.linear(x, weight.data, bias)

@@ -83,11 +83,9 @@ def _scheme(group: Settings, usual_layout: str) -> Scheme:
         raise UnsupportedModel(f"{weights.where}: {bits}-bit {kind} weights are not supported. Supported: 4- and 8-bit int and float.")
     if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
         raise UnsupportedModel(f"{weights.where}: strategy {strategy!r} is not supported.")
-    block = weights.values.get("block_structure")
-    if strategy == "block" and (
-        not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block)
-    ):
-        raise weights.fail("block_structure", "two numbers greater than 0")
+    blocks = weights.block_size("block_structure") if strategy == "block" else None
+    if strategy == "block" and blocks is None:
+        raise weights.fail("block_structure", "two numbers greater than 0: rows and columns of a block")
     rounded = "none"
     if inputs.values and inputs.flag("symmetric", True) and inputs.integer("num_bits", default=8) == 8:
         rounded = "none" if inputs.text("type", "int") != kind else "dynamic" if inputs.values.get("dynamic") else "static"
@@ -98,7 +96,7 @@ def _scheme(group: Settings, usual_layout: str) -> Scheme:
         strategy=strategy,
         group=weights.group_size("group_size") if strategy in ("group", "tensor_group") else -1,
         symmetric=weights.flag("symmetric", True),
-        blocks=(block[0], block[1]) if strategy == "block" and block is not None else None,
+        blocks=blocks,
         inputs=rounded,
         layout=layout,
     )

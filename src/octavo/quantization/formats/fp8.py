@@ -21,11 +21,7 @@ def fp8(settings: Settings) -> Format:
     scheme = settings.text("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise UnsupportedModel(f"{settings.where}: activation_scheme {scheme!r} is not supported. Supported: dynamic, static.")
-    blocks = settings.values.get("weight_block_size")
-    if blocks is not None:
-        if not isinstance(blocks, (list, tuple)) or len(blocks) != 2 or not all(isinstance(b, int) and b > 0 for b in blocks):
-            raise settings.fail("weight_block_size", "two numbers greater than 0: rows and columns of a block")
-        blocks = (blocks[0], blocks[1])
+    blocks = settings.block_size("weight_block_size")
     ignored = frozenset(("input_scale_ub",))
     return Format("fp8", _NAMES, _MARKS, lambda pieces: read_float8(pieces, blocks, static=scheme == "static"), ignored)
 

@@ -35,7 +35,7 @@ def _read(pieces: Pieces, bits: int) -> CodedRows:
 
 def _outliers(pieces: Pieces, rows: int, columns: int) -> Outliers | None:
     found = []
-    if "vals" in pieces:
+    if "vals" in pieces and pieces.any("vals").numel():
         values = pieces.scales("vals")
         begins = pieces.shaped("rows", torch.int32, torch.int64, shape=(rows + 1,)).long()
         inputs = pieces.shaped("cols", torch.int32, torch.int64, shape=tuple(values.shape)).long()
@@ -46,7 +46,7 @@ def _outliers(pieces: Pieces, rows: int, columns: int) -> Outliers | None:
             raise pieces.fail("cols", f"numbers from 0 to {columns - 1}")
         outputs = torch.arange(rows, device=values.device).repeat_interleave(counts)
         found.append((outputs, inputs, values.float()))
-    if "full_rows" in pieces:
+    if "full_rows" in pieces and pieces.any("full_rows").numel():
         # Whole outputs kept dense, side by side: those with most outliers.
         full = pieces.finite("full_rows", pieces.of("full_rows", *FLOATS, dims=2)).float()
         if full.shape[0] != columns:

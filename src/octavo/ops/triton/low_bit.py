@@ -1,0 +1,110 @@
+"""Linear layers with low-bit weights on a GPU.
+
+* Few rows: one launch reads the weight as it is stored. Inputs are taken as they are: rounding them would save nothing, and cost accuracy.
+* Many rows: where the checkpoint was made for rounded inputs, 8-bit products (cuBLAS); else the weight is unpacked, once a step, for a
+  product in x's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from octavo.ops.coded import CodedRows, dequantize
+from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
+from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
+from octavo.ops.triton.launch import sm_count
+from octavo.ops.triton.low_bit_matmul import LowBit, add_sparse, low_bit_layout, low_bit_matmul, unpack_weight, workspace_size
+from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
+from octavo.ops.triton.round_rows import round_rows, scaled_sums
+from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class LowBitLinear:
+    """`pack_coded`, and `linear` for what it makes. All layers of a model share a workspace, which never moves once it is in use."""
+
+    def __init__(self) -> None:
+        self._workspace: SkinnyWorkspace | None = None
+
+    def pack(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
+        """See `ops.registry.PackCoded`."""
+        if rows.codes.is_floating_point() and rows.codes.is_cuda and not _has_float8(rows.codes.device):
+            return DenseWeight.plain(dequantize(rows, dtype))
+        weight = pack_coded(rows, dtype)
+        if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
+            self._reserve(weight)
+        return weight
+
+    def linear(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `ops.registry.Linear`."""
+        if x.dtype not in _HALF or not len(x):
+            return low_bit_linear(x, weight, bias)
+        layout, rows = low_bit_layout(weight), x.shape[0]
+        tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
+        if tuning is None:
+            if (out := _eight_bit_product(x, weight, bias)) is not None:
+                return out
+            x = _in_order(x, weight)
+            out = F.linear(x, unpack_weight(weight, x.dtype), bias)
+        else:
+            x = _in_order(x, weight)
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            out = low_bit_matmul(x, weight, bias, self._workspace, tuning)
+        if isinstance(weight, TableWeight):
+            add_sparse(x, weight, out)
+        return out
+
+    def _reserve(self, weight: LowBit) -> None:
+        layout, device = low_bit_layout(weight), weight.data.device
+        for rows in ROW_CLASSES:
+            tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(device))
+            if tuning is None or tuning.split == 1:
+                continue
+            elements, tiles = workspace_size(rows, weight.out_features, tuning)
+            old = self._workspace
+            if old is None or elements > len(old.parts) or tiles > len(old.counters):
+                sizes = (elements, tiles) if old is None else (max(elements, len(old.parts)), max(tiles, len(old.counters)))
+                self._workspace = SkinnyWorkspace.allocate(*sizes, device)
+
+
+def _in_order(x: torch.Tensor, weight: LowBit) -> torch.Tensor:
+    """The inputs as the weight's columns want them."""
+    if not isinstance(weight, (Int4Weight, Int8Weight)) or weight.columns is None:
+        return x
+    if len(weight.columns) > weight.in_features:
+        x = F.pad(x, (0, 1))
+    return x.index_select(1, weight.columns)
+
+
+@functools.cache
+def _has_float8(device: torch.device) -> bool:
+    """Compute capability 8.9 and up; older cards cannot even convert it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _eight_bit_product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """With inputs rounded to 8 bits, where the weight was made for that and cuBLAS has it; else None."""
+    out, inner = weight.out_features, weight.in_features
+    if x.device.type != "cuda" or out % 16 or inner % 16:
+        return None
+    if isinstance(weight, Float8Weight):
+        whole_rows = weight.scales.shape[1] == 1
+        if weight.activations.kind != "float8" or not whole_rows or not _has_float8(x.device):
+            return None
+        codes, scale = round_rows(x, weight.activations)
+        if weight.activations.scale is not None and weight.scales.numel() == 1:
+            w_scale = weight.scales
+        else:
+            scale = scale.expand(len(x), 1).contiguous()
+            w_scale = weight.scales.repeat_interleave(weight.row_block, 0)[:out].view(1, out)
+        if bias is not None and scale.numel() > 1 and x.dtype != torch.bfloat16:
+            return None
+        return torch._scaled_mm(codes, weight.data.t(), scale, w_scale, bias, out_dtype=x.dtype, use_fast_accum=True)
+    if isinstance(weight, Int8Weight) and weight.activations.kind == "int8" and weight.zeros is None and weight.scales.shape[0] == 1:
+        codes, scale = round_rows(x, weight.activations)
+        return scaled_sums(torch._int_mm(codes, weight.data.t()), scale, weight.scales, bias, x.dtype)
+    return None

@@ -1,0 +1,75 @@
+"""gpt-oss's experts: 4-bit floating point in runs of 32 with a power of two each (OCP Microscaling), dequantised while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.quantization.formats.compressed_tensors import FP4
+from octavo.weights.arrange import transposed
+from octavo.weights.stored import StoredTensor
+
+RUN: Final = 32
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def whole_experts(tensors: Iterable[StoredTensor], device: torch.device) -> Iterator[StoredTensor]:
+    """Each tensor as it is, or instead of blocks and scales the experts' matrices, as an unquantised checkpoint has them.
+
+    Raises:
+        CheckpointError: blocks without scales, or of another shape.
+    """
+    held: dict[str, StoredTensor] = {}
+    for stored in tensors:
+        base = stored.name.removesuffix(_BLOCKS).removesuffix(_SCALES)
+        if base == stored.name or ".experts." not in base:
+            yield stored
+        elif base not in held:
+            held[base] = _in_memory(stored, device)
+        else:
+            pair = {held[base].name: held.pop(base), stored.name: stored}
+            if pair.keys() != {base + _BLOCKS, base + _SCALES}:
+                raise CheckpointError(f"{stored.file}: tensor {stored.name} is there twice.")
+            yield _joined(base, pair[base + _BLOCKS], pair[base + _SCALES], device)
+    if held:
+        lone = next(iter(held.values()))
+        other = _SCALES if lone.name.endswith(_BLOCKS) else _BLOCKS
+        raise CheckpointError(f"{lone.file}: tensor {lone.name} is there without {next(iter(held))}{other}. Is the download complete?")
+
+
+def _in_memory(stored: StoredTensor, device: torch.device) -> StoredTensor:
+    """The same, read now: its file may be closed when the other half comes."""
+    tensor = _read(stored, device)
+    return StoredTensor(stored.name, stored.shape, stored.nbytes, stored.file, stored.copy_into, raw=lambda _: tensor, dtype=tensor.dtype)
+
+
+def _read(stored: StoredTensor, device: torch.device) -> torch.Tensor:
+    if stored.raw is None or stored.dtype != torch.uint8:
+        raise CheckpointError(f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; it must be uint8.")
+    return stored.raw(device)
+
+
+def _joined(name: str, blocks: StoredTensor, scales: StoredTensor, device: torch.device) -> StoredTensor:
+    """[experts, inputs, outputs], from [experts, outputs, runs, 16] bytes and [experts, outputs, runs] exponents."""
+    if len(blocks.shape) != 4 or blocks.shape[3] != RUN // 2 or blocks.shape[:3] != scales.shape:
+        raise CheckpointError(
+            f"{blocks.file}: tensor {blocks.name} has the shape {list(blocks.shape)} and {scales.name} {list(scales.shape)}; they must be "
+            "[experts, outputs, runs, 16] and [experts, outputs, runs]."
+        )
+    codes, exponents = _read(blocks, device), _read(scales, device)
+    if bool((exponents == 255).any()):
+        raise CheckpointError(f"{scales.file}: tensor {scales.name} holds scales that are not a number.")
+    experts, outputs, runs = scales.shape
+
+    def copy_into(destination: torch.Tensor) -> None:
+        table = torch.tensor([*FP4, *(-value for value in FP4)], device=codes.device)
+        for expert in range(experts):  # one at a time: an expert's float32 is eight times its codes
+            both = torch.stack((codes[expert] & 15, codes[expert] >> 4), -1).flatten(-2)
+            values = table[both.long()] * torch.exp2(exponents[expert].float() - 127.0).unsqueeze(-1)
+            destination[expert].copy_(values.view(outputs, runs * RUN))
+
+    shape = (experts, outputs, runs * RUN)
+    return transposed(StoredTensor(name, shape, blocks.nbytes + scales.nbytes, blocks.file, copy_into))

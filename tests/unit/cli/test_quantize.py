@@ -1,0 +1,114 @@
+"""`octavo quantize` and `octavo eval` at the door, and evaluation against what transformers computes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.cli import main
+from octavo.cli.quantize import METHODS, PROGRAMS
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_models import save_tiny
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tiny Llama with weights and a tokenizer."""
+    folder = tmp_path / "model"
+    write_tiny_checkpoint(folder, max_model_len=128)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    save_tiny(folder, "llama", hidden_size=64, intermediate_size=128, vocab_size=vocab, max_position_embeddings=128)
+    return folder
+
+
+def test_perplexity_is_that_of_transformers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    text, result = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text("hello world, the hello of the world. " * 4)
+    flags = ["--device", "cpu", "--num-gpu-blocks-override", "64", "--window", "50", "--output-json", str(result)]
+    assert main(["eval", str(model), "--text", str(text), "--against", str(model), *flags]) == 0
+    found = json.loads(result.read_text())
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokens = transformers.AutoTokenizer.from_pretrained(model)(text.read_text(), add_special_tokens=False)["input_ids"]
+    losses = []
+    for start in range(0, len(tokens), 50):
+        window = torch.tensor([tokens[start : start + 50]])
+        if window.shape[1] > 1:
+            with torch.inference_mode():
+                logits = reference(window).logits[0, :-1]
+            losses += torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none").tolist()
+    assert found["tokens"] == len(losses)
+    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
+    assert found["agreement"] == 1.0
+    assert found["mean_logprob_difference"] == pytest.approx(0.0, abs=1e-6)
+    assert "same likeliest token" in capsys.readouterr().out
+
+
+def test_rounding_while_loading_costs_little(model: Path, tmp_path: Path) -> None:
+    text, result = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text("hello world, the hello of the world. " * 4)
+    flags = ["--device", "cpu", "--num-gpu-blocks-override", "64", "--output-json", str(result)]
+    assert main(["eval", str(model), "--quantization", "int8", "--text", str(text), "--against", str(model), *flags]) == 0
+    found = json.loads(result.read_text())
+    assert found["agreement"] > 0.9
+    assert 0 < found["mean_logprob_difference"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["eval"], 2, "--text FILE"),
+        (["eval", "--text", "/nowhere.txt"], 1, "/nowhere.txt: No such file"),
+        (["eval", "--window", "1", "--text", "x"], 2, "at least 2 tokens"),
+        (["quantize"], 2, "--method fp8 --out FOLDER"),
+        (["quantize", "--method", "quip", "--out", "x"], 2, "quip"),
+        (["quantize", "--method", "gptq", "--out", "/nowhere/x"], 2, "--text FILE"),
+        (["quantize", "--method", "fp8", "--out", "/"], 1, "is there already"),
+        (["quantize", "--method", "awq", "--out", "/nowhere/x"], 1, "auto-round is not installed for .*--python"),
+        (["quantize", "--method", "fp8", "--out", "/nowhere/x", "--python", "/no/python"], 1, "--python /no/python: No such file"),
+        (["quantize", "--method", "gptq", "--out", "/nowhere/x", "--text", "/no.txt"], 1, "there is no such file"),
+    ],
+)
+def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import re
+
+    assert main(arguments) == code
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter that has the tool's name, and runs its program's job instead of the program."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "llmcompressor.py").write_text("")
+    (packages / "transformers.py").write_text("import json, sys; json.dump(json.loads(sys.argv[1]), sys.stderr); sys.exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    return sys.executable
+
+
+def test_the_tool_is_given_the_job_and_its_failure_is_told(
+    model: Path, tmp_path: Path, stand_in: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(model), "--method", "int8", "--out", str(tmp_path / "out"), "--python", stand_in]) == 1
+    said = capfd.readouterr().err
+    assert '"method": "int8"' in said
+    assert '"group": 64' in said
+    assert "llmcompressor did not finish (exit code 3)" in said
+
+
+def test_group_size_that_does_not_divide(model: Path, tmp_path: Path, stand_in: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["quantize", str(model), "--method", "int8", "--out", str(tmp_path / "out"), "--python", stand_in, "--group-size", "48"]
+    assert main(arguments) == 1
+    assert "--group-size 48 does not divide 64" in capsys.readouterr().err
+
+
+def test_programs_are_python() -> None:
+    for tool in METHODS.values():
+        compile(PROGRAMS[tool.package], tool.package, "exec")
