@@ -39,8 +39,9 @@ INLINE void each_weight(const uint8_t* g, const Use& use) {
                 for (int lane = 0; lane < W; lane++) shift[lane] = lane < W / 2 ? 0 : 4;
                 bytes[v] = (both >> shift) & splat(0x0f0f0f0f);
             } else {
-                memcpy(&bytes[v], g + 32 * quad, sizeof bytes[v]);
-                bytes[v] = (v ? bytes[v] >> 4 : bytes[v]) & splat(0x0f0f0f0f);
+                constexpr int HALF = VECTORS > 1 ? VECTORS / 2 : 1;
+                memcpy(&bytes[v], g + 32 * quad + 4 * (v % HALF) * W, sizeof bytes[v]);
+                bytes[v] = (v < HALF ? bytes[v] : bytes[v] >> 4) & splat(0x0f0f0f0f);
             }
         }
 #pragma GCC unroll 4
