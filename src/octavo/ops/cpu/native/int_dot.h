@@ -24,7 +24,7 @@ INLINE int32_t four_bytes(const void* x) { int32_t v; memcpy(&v, x, 4); return v
 
 #if defined(__AVX512VNNI__)
 
-constexpr int TILE = 8;
+constexpr int TILE = 8, HELD_REGISTERS = 24;
 constexpr bool PAIRED = true;  // four 16-bit activations lie in the order 0, 2, 1, 3
 
 template <int T>
@@ -37,9 +37,9 @@ struct Dots {
 template <bool Q4>
 INLINE __m512i quad_bytes(const uint8_t* g, int quad) {  // byte 4 r + c: row r, column c of four
     if (!Q4) return _mm512_loadu_si512(g + 64 * quad);
-    __m256i both = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
-    __m512i wide = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
-    return _mm512_and_si512(wide, _mm512_set1_epi8(15));
+    const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(g + 32 * quad)));
+    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    return _mm512_and_si512(_mm512_srlv_epi16(both, shift), _mm512_set1_epi8(15));
 }
 
 template <bool Q4>
@@ -96,7 +96,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 #elif defined(__AVX2__)
 
-constexpr int TILE = 4;
+constexpr int TILE = 4, HELD_REGISTERS = 8;
 constexpr bool PAIRED = true;
 
 template <int T>
@@ -192,7 +192,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 #elif defined(__ARM_NEON)
 
-constexpr int TILE = 4;
+constexpr int TILE = 4, HELD_REGISTERS = 16;
 constexpr bool PAIRED = false;
 
 template <int T>
@@ -324,7 +324,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 #else
 
-constexpr int TILE = 4;
+constexpr int TILE = 4, HELD_REGISTERS = 0;
 constexpr bool PAIRED = false;
 
 template <int T>
