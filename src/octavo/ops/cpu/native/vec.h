@@ -88,6 +88,37 @@ INLINE float reduce_max(vf v) {  // NaN if any lane is
     return most;
 }
 
+// Of lanes none of which is NaN.
+INLINE float largest_lane(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+#elif defined(__ARM_NEON)
+    return vmaxvq_f32((float32x4_t)v);
+#else
+    return reduce_max(v);
+#endif
+}
+INLINE int32_t reduce_add(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+#elif defined(__ARM_NEON)
+    return vaddvq_s32((int32x4_t)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) sum += v[i];
+    return sum;
+#endif
+}
+INLINE bool any_nan(vf v) { return reduce_add(v != v) != 0; }
+
 // float16 <-> float32. The general way: shift into place and rescale, which also normalises subnormals.
 INLINE vf load(const uint16_t* p) {
 #if defined(__AVX512F__)
