@@ -31,6 +31,8 @@ class DeviceInfo:
     """CPU: the compiled kernels are used; False: they are missing or not wanted; None: nobody looked, which means no."""
     activations: CpuActivations = "int8"
     """Of the compiled kernels."""
+    share_weights: bool = False
+    """Packed weights are kept in a file that processes share."""
 
 
 @dataclass(frozen=True)

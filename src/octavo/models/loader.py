@@ -6,13 +6,14 @@ import glob
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from octavo.checkpoint.bundled import packed_dir
 from octavo.checkpoint.gguf_file import GgufFile, read_gguf
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
@@ -70,8 +71,9 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
 
-    assembly = Assembly(spec, family.weights, ops, dtype, device, prefix=family.prefix)
-    weights = fill(assembly, config, gguf, needed, progress)
+    with _sharing(ops, config, gguf) as packing:
+        assembly = Assembly(spec, family.weights, packing, dtype, device, prefix=family.prefix)
+        weights = fill(assembly, config, gguf, needed, progress)
     with torch.no_grad():
         return build_decoder(
             spec,
@@ -81,6 +83,16 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
             threads=config.device.threads,
             activations=config.device.activations,
         )
+
+
+@contextmanager
+def _sharing(ops: Ops, config: EngineConfig, gguf: GgufFile | None) -> Iterator[Ops]:
+    """`ops` whose packed weights other processes share, where they can."""
+    if gguf is None or ops.decoder is None or ops.decoder.shared_rows is None or not config.device.share_weights:
+        yield ops
+        return
+    with ops.decoder.shared_rows(packed_dir(), gguf.path, gguf.data_offset) as pack_rows:
+        yield replace(ops, decoder=replace(ops.decoder, pack_rows=pack_rows))
 
 
 def runs_through_transformers(config: EngineConfig) -> bool:
