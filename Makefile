@@ -10,20 +10,21 @@ ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 LLAMA_CPP_PYTHON ?=
+OPENVINO_PYTHON ?=
 GPU_PYTHON ?= python3
 GPU_SITE := .gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format unit docs bench sanitize gpu-wheels gpu-site gpu-test gpu-bench clean
+.PHONY: help serve chat setup test lint format unit docs bench sanitize emulate-arm gpu-wheels gpu-site gpu-test gpu-bench clean
 
 help:
 	@echo "make serve      serve the bundled model on port $(PORT) (PORT=, MODEL=, ARGS=)"
 	@echo "make chat       talk to it in the terminal"
 	@echo "make test       ruff, mypy and pytest"
 	@echo "make lint       ruff and mypy only; make format rewrites"
-	@echo "make sanitize   CPU kernel tests under ASan and UBSan"
+	@echo "make sanitize   CPU kernel tests under ASan and UBSan; make emulate-arm runs the kernels on emulated ARM"
 	@echo "make docs       write docs/configuration.md from the code"
-	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=... adds llama.cpp)"
+	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=, OPENVINO_PYTHON= add peers)"
 	@echo "make gpu-test   GPU tests with the python3 that is there; make gpu-bench measures"
 	@echo "make clean      remove the environment and caches"
 
@@ -70,6 +71,9 @@ docs: $(VENV)/.serve
 sanitize: $(VENV)/.test
 	scripts/sanitize_kernels.sh $(BIN)/python
 
+emulate-arm:
+	scripts/emulate_arm.sh
+
 bench: $(VENV)/.test
 	$(BIN)/octavo models pull
 	$(BIN)/python benchmarks/startup.py
@@ -77,7 +81,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/kv_waste.py
 	$(BIN)/python benchmarks/prefix_cache_ttft.py
 	$(BIN)/python benchmarks/structured.py
-	LLAMA_CPP_PYTHON="$(LLAMA_CPP_PYTHON)" $(BIN)/python benchmarks/cpu_peers.py
+	LLAMA_CPP_PYTHON="$(LLAMA_CPP_PYTHON)" OPENVINO_PYTHON="$(OPENVINO_PYTHON)" $(BIN)/python benchmarks/cpu_peers.py
 
 # A GPU machine without network: fetch what it lacks beforehand, into a folder that travels with the tree.
 gpu-wheels: $(VENV)/.serve

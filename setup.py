@@ -12,9 +12,11 @@ from setuptools.command.build_ext import build_ext
 NATIVE = Path("src/octavo/ops/cpu/native")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")), "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+DOT_PRODUCT = {"level_neon": ["-march=armv8.2-a+dotprod"]}
 LEVELS = {
     "x86_64": {"level_avx2": AVX2, "level_avx512": AVX512},
-    "aarch64": {"level_neon": ["-march=armv8.2-a+dotprod"]},
+    "aarch64": DOT_PRODUCT,
+    "arm64": DOT_PRODUCT,  # as macOS calls it
 }
 """Machine -> source file -> flags. Each level is chosen at run time by what the CPU can do; the rest is compiled for any CPU."""
 FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-Wno-psabi"]

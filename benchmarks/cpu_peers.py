@@ -1,8 +1,8 @@
 """Octavo, llama.cpp, OpenVINO GenAI and transformers on the CPU with the bundled model: the same prompts, greedy, at 1, 8 and 32 requests.
 
-Every engine sits in a process of its own and takes its turn within each round, so that a busy machine slows all alike; the
-best round of each counts, and the ratios are what to read. Decode speed is (time of N tokens - time of 1 token), overall
-speed counts the prompts too.
+Every engine sits in a process of its own and takes its turn within each round, so that a busy machine slows all alike. Published
+are medians over the rounds, with the slowest and the fastest; ratios are taken within a round, and are what to read. Decode speed is
+(time of N tokens - time of 1 token), overall speed counts the prompts too.
 
     python benchmarks/cpu_peers.py [--llama-cpp-python /path/to/python] [--openvino-python /path/to/python] [--rounds 3]
         [--engines octavo 'octavo int16' transformers]
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -118,23 +119,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "cpu_peers.json")
     options = parser.parse_args()
     model = ensure_bundled_model()
+    load_before = round(os.getloadavg()[0], 2)
     peers = [Peer(name, command) for name, command in commands(options, model).items()]
     try:
         results: dict[str, Any] = {p.name: {"engine": p.title, "start_seconds": round(p.start_seconds, 2)} for p in peers}
+        measured: dict[str, dict[str, list[dict[str, float]]]] = {p.name: {} for p in peers}
         for count in options.batches:
             source = random.Random(count)
             for peer in peers:  # the first run of a shape pays for allocation
                 peer.run(prompts(count, source), 2)
             for _ in range(options.rounds):
                 for peer in peers:
-                    best = results[peer.name].setdefault(str(count), {})
-                    for key, value in measure(peer, count, source).items():
-                        best[key] = max(best.get(key, 0.0), round(value, 2))
+                    measured[peer.name].setdefault(str(count), []).append(measure(peer, count, source))
     finally:
         for peer in peers:
             peer.__exit__()
+    for name, by_count in measured.items():
+        results[name] |= {n: {key: spread([r[key] for r in rounds]) for key in KEYS} for n, rounds in by_count.items()}
     show(results, options.batches)
-    ratios = ratios_of(results, options.batches)
+    ratios = ratios_of(measured)
     write_json(
         options.output,
         {
@@ -144,6 +147,7 @@ def main() -> None:
             "output_tokens": OUTPUT_TOKENS,
             "rounds": options.rounds,
             "threads": options.threads,
+            "load_before": load_before,
             "octavo_settings": json.loads(options.octavo_settings),
             "results": results,
             "octavo_over": ratios,
@@ -153,24 +157,30 @@ def main() -> None:
     print(f"Written to {options.output}.")
 
 
-def ratios_of(results: dict[str, Any], batches: list[int]) -> dict[str, Any]:
-    """Octavo's speed over each other engine's."""
-    if "octavo" not in results:
-        return {}
-    ours = results["octavo"]
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
+
+
+def ratios_of(measured: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
+    """Octavo's speed over each other engine's, round by round."""
+    ours = measured.get("octavo", {})
     return {
-        name: {str(n): {k: round(ours[str(n)][k] / theirs[str(n)][k], 2) for k in KEYS} for n in batches}
-        for name, theirs in results.items()
-        if name != "octavo"
+        name: {
+            n: {key: spread([a[key] / b[key] for a, b in zip(ours[n], rounds, strict=True)]) for key in KEYS}
+            for n, rounds in theirs.items()
+        }
+        for name, theirs in measured.items()
+        if name != "octavo" and ours
     }
 
 
 def show(results: dict[str, Any], batches: list[int]) -> None:
-    print(f"{'tokens/s (decode / overall / prefill)':<64}" + "".join(f"{f'{n} together':>28}" for n in batches) + f"{'start s':>10}")
+    print(
+        f"{'tokens/s (decode / overall / prefill), medians':<64}" + "".join(f"{f'{n} together':>28}" for n in batches) + f"{'start s':>10}"
+    )
     for entry in results.values():
-        cells = "".join(
-            f"{entry[str(n)]['decode']:>13.1f} /{entry[str(n)]['overall']:>6.1f} /{entry[str(n)]['prefill']:>5.0f}" for n in batches
-        )
+        of = [{key: entry[str(n)][key]["median"] for key in KEYS} for n in batches]
+        cells = "".join(f"{m['decode']:>13.1f} /{m['overall']:>6.1f} /{m['prefill']:>5.0f}" for m in of)
         print(f"{entry['engine']:<64}{cells}{entry['start_seconds']:>10.1f}")
 
 

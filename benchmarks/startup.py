@@ -1,4 +1,8 @@
-"""What starting costs: `octavo --help`, `import octavo`, and a server from process start to ready and to its first token.
+"""What starting costs: `octavo --help`, `import octavo`, a server from process start to ready and to its first token, and its memory.
+
+Memory is that of both processes after the first token, in MiB: resident (all that is mapped and present, libraries included), shared out
+(PSS: what several processes map counts in equal parts) and anonymous (what no file backs: nobody else's, and not to be taken back). The
+second server runs beside the first, with the same model.
 
 python benchmarks/startup.py [--rounds 3] [-- flags of octavo serve]
 """
@@ -16,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from octavo.cli.bench.results import environment, print_table, write_json
 from octavo.cli.http_client import HttpClient, HttpError
@@ -39,11 +45,43 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def memory_of(pid: int) -> dict[str, dict[str, float]]:
+    """Of a server's front and of its engine, in MiB."""
+    names = {"Rss:": "resident", "Pss:": "shared_out", "Anonymous:": "anonymous"}
+    front = psutil.Process(pid)
+    found = {}
+    for role, process in (("front", front), *(("engine", child) for child in front.children(recursive=True))):
+        lines = (line.split() for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines())
+        found[role] = {names[line[0]]: round(int(line[1]) / 1024, 1) for line in lines if line[0] in names}
+    return found
+
+
+def memory_of_two(flags: list[str]) -> list[dict[str, dict[str, float]]]:
+    """Of a server alone, and of a second one beside it."""
+    servers, found = [], []
+    try:
+        for _ in range(2):
+            port, start = free_port(), time.perf_counter()
+            servers.append(start_server(port, flags))
+            asyncio.run(_probe(port, servers[-1], start))
+            found.append(memory_of(servers[-1].pid))
+    finally:
+        for server in servers:
+            server.send_signal(signal.SIGTERM)
+        for server in servers:
+            server.wait(timeout=60)
+    return found
+
+
+def start_server(port: int, flags: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "octavo", "serve", "--port", str(port), *flags], stderr=subprocess.DEVNULL)
+
+
 def time_server(flags: list[str]) -> dict[str, float]:
     """Seconds from starting the process until /health answers, and until a request has its first token."""
     port = free_port()
     start = time.perf_counter()
-    server = subprocess.Popen([sys.executable, "-m", "octavo", "serve", "--port", str(port), *flags], stderr=subprocess.DEVNULL)
+    server = start_server(port, flags)
     try:
         return asyncio.run(_probe(port, server, start))
     finally:
@@ -96,6 +134,14 @@ def main() -> None:
         "server_first_token_s": "first token",
     }
     print_table("Start-up, seconds from process start", [(label, f"{result[key]:.2f} s") for key, label in labels.items()])
+    if Path("/proc/self/smaps_rollup").exists():
+        alone, second = memory_of_two(options.flags)
+        result["memory_mib"] = {"alone": alone, "second_beside_it": second}
+        for label, server in (("one server", alone), ("a second beside it", second)):
+            for role, sizes in server.items():
+                print(
+                    f"{label + ', ' + role:<28}" + "".join(f"{name.replace('_', ' ')} {size:7.1f} MiB   " for name, size in sizes.items())
+                )
     write_json(
         options.output,
         {"bench": "startup", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **result, "environment": environment()},

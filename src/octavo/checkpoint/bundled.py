@@ -42,6 +42,11 @@ def models_dir() -> Path:
     return (Path(home).expanduser() if home else Path.home() / ".cache" / "octavo") / "models"
 
 
+def packed_dir() -> Path:
+    """Where weights are kept as the compiled CPU kernels read them, beside the models."""
+    return models_dir().with_name("packed")
+
+
 def is_present() -> bool:
     """Whether the bundled model needs no download (its size is right; it was verified when it was written)."""
     path = models_dir() / FILE

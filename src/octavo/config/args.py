@@ -176,6 +176,12 @@ class EngineArgs:
         group="execution",
         choices=("int8", "int16", "float32"),
     )
+    cpu_share_weights: bool = setting(
+        True,
+        "Keep the packed weights of a GGUF file of 32 MiB or more in $OCTAVO_HOME/packed (about the file's size): processes that serve the "
+        "same file then share them in memory, and later starts need not pack. Files whose model is gone or has changed are removed.",
+        group="execution",
+    )
     enforce_eager: bool = setting(False, "No graph capture.", group="execution")
     attention_backend: str = setting(
         "auto",

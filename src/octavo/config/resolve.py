@@ -298,7 +298,12 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel:
                 "running on torch's, which are several times slower."
             )
     native = usable and bool(device.native_kernels)
-    return dataclasses.replace(device, native_kernels=native, activations=cast(CpuActivations, args.cpu_activations))
+    return dataclasses.replace(
+        device,
+        native_kernels=native,
+        activations=cast(CpuActivations, args.cpu_activations),
+        share_weights=native and args.cpu_share_weights,
+    )
 
 
 def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheConfig:

@@ -33,6 +33,8 @@ class DeviceInfo:
     """Of the compiled kernels."""
     count: int = 1
     """GPUs that are visible."""
+    share_weights: bool = False
+    """Packed weights are kept in a file that processes share."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 FORGET = 0.98
 TOKENS_UNIT = 256.0
 PAIRS_UNIT = 65536.0
@@ -37,8 +35,10 @@ class StepTimeModel:
         self.observations = 0
         self.largest = 0
         """Most tokens seen in one step."""
-        self._theta = np.zeros(3)
-        self._covariance = np.eye(3) * MOST_TRACE / 3
+        # Plain numbers: arrays of three cost ten times as much, every step.
+        self._theta = (0.0, 0.0, 0.0)
+        self._covariance = (MOST_TRACE / 3, 0.0, 0.0, MOST_TRACE / 3, 0.0, MOST_TRACE / 3)
+        """Symmetric: 00, 01, 02, 11, 12, 22."""
 
     def observe(self, tokens: int, pairs: float, seconds: float) -> None:
         """A step with `tokens` tokens took `seconds`; values that are no times are ignored."""
@@ -46,20 +46,24 @@ class StepTimeModel:
             return
         if self.observations >= WARM:
             seconds = min(seconds, OUTLIER * max(self.predict(tokens, pairs), 1e-6))
-        x = np.array([1.0, tokens / TOKENS_UNIT, pairs / PAIRS_UNIT])
-        gain = self._covariance @ x
-        gain /= FORGET + float(x @ gain)
-        self._theta += gain * (seconds - float(self._theta @ x))
-        covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / FORGET
+        x, y = tokens / TOKENS_UNIT, pairs / PAIRS_UNIT  # the first feature is 1
+        c00, c01, c02, c11, c12, c22 = self._covariance
+        g0, g1, g2 = c00 + c01 * x + c02 * y, c01 + c11 * x + c12 * y, c02 + c12 * x + c22 * y
+        scale = 1.0 / (FORGET + g0 + g1 * x + g2 * y)
+        t0, t1, t2 = self._theta
+        step = scale * (seconds - t0 - t1 * x - t2 * y)
+        self._theta = (t0 + step * g0, t1 + step * g1, t2 + step * g2)
+        c00, c11, c22 = c00 - scale * g0 * g0, c11 - scale * g1 * g1, c22 - scale * g2 * g2
+        c01, c02, c12 = c01 - scale * g0 * g1, c02 - scale * g0 * g2, c12 - scale * g1 * g2
         # Forgetting inflates the directions that steady traffic never shows: bound it.
-        covariance *= min(1.0, MOST_TRACE / float(np.trace(covariance)))
-        self._covariance = (covariance + covariance.T) / 2
+        grow = min(1.0 / FORGET, MOST_TRACE / max(c00 + c11 + c22, 1e-300))
+        self._covariance = (c00 * grow, c01 * grow, c02 * grow, c11 * grow, c12 * grow, c22 * grow)
         self.observations += 1
         self.largest = max(self.largest, tokens)
 
     def coefficients(self) -> tuple[float, float, float]:
         """(seconds a step, a token, a pair), none negative."""
-        a, b, c = (max(0.0, float(v)) for v in self._theta)
+        a, b, c = (max(0.0, v) for v in self._theta)
         return a, b / TOKENS_UNIT, c / PAIRS_UNIT
 
     def predict(self, tokens: int, pairs: float) -> float:

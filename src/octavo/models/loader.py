@@ -6,13 +6,14 @@ import glob
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from octavo.checkpoint.bundled import packed_dir
 from octavo.checkpoint.gguf_file import GgufFile, read_gguf
 from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
@@ -103,8 +104,9 @@ def load_model(
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
 
-    assembly = Assembly(spec, family.weights, ops, dtype, device, shard=shard, prefix=family.prefix, on_the_fly=on_the_fly)
-    weights = fill(assembly, config, gguf, needed, progress, form)
+    with _sharing(ops, config, gguf if on_the_fly is None else None) as packing:
+        assembly = Assembly(spec, family.weights, packing, dtype, device, shard=shard, prefix=family.prefix, on_the_fly=on_the_fly)
+        weights = fill(assembly, config, gguf, needed, progress, form)
     with torch.no_grad():
         return build_decoder(
             spec,
@@ -131,6 +133,16 @@ def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]
         raise ConfigError("--load-format dummy makes random weights in full precision: leave quantization_config out of the config.")
     asked = model.quantization
     return stored, ("fp8" if asked == "fp8" else "int8") if stored is None and asked in ON_THE_FLY else None
+
+
+@contextmanager
+def _sharing(ops: Ops, config: EngineConfig, gguf: GgufFile | None) -> Iterator[Ops]:
+    """`ops` whose packed weights other processes share, where they can."""
+    if gguf is None or ops.decoder is None or ops.decoder.shared_rows is None or not config.device.share_weights:
+        yield ops
+        return
+    with ops.decoder.shared_rows(packed_dir(), gguf.path, gguf.data_offset) as pack_rows:
+        yield replace(ops, decoder=replace(ops.decoder, pack_rows=pack_rows))
 
 
 def runs_through_transformers(config: EngineConfig) -> bool:

@@ -7,7 +7,9 @@ of calling one operation after the other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -109,3 +111,5 @@ class DecoderKernels:
     """Checkpoint rows -> panels; of every encoding in `encodings`."""
     encodings: frozenset[str]
     compile: CompileDecoder
+    shared_rows: Callable[[Path, str, int], AbstractContextManager[Callable[[EncodedRows], Panels]]] | None = None
+    """(folder, checkpoint, bytes of its header) -> a `pack_rows` whose panels are kept in a file there, shared by all processes."""

@@ -6,7 +6,6 @@ The counterpart of `worker/graphs.py`: a step operation by operation costs more 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.models.compiled import CompiledDecoder
@@ -35,11 +34,11 @@ class NativeSteps:
         special = (state.features[slots] & ~(_DRAW | Feature.MASKED)).any() or state.wants_prompt_logprobs[slots].any()
         return plan.num_tokens > 0 and not special
 
-    def launch(self, plan: StepPlan) -> torch.Tensor:
+    def launch(self, plan: StepPlan) -> Int32:
         """Run a plan that fits; it has run when this returns.
 
         Returns:
-            [sampled rows] int32: the tokens, which are also in their places in the token table; -1 where logits were not usable.
+            [sampled rows]: the tokens, which are also in their places in the token table; -1 where logits were not usable.
         """
         if plan.init:
             self._tables.update(plan)
@@ -48,7 +47,7 @@ class NativeSteps:
         if (modes & Feature.RANDOM).any():
             positions = (plan.start + plan.count)[plan.sample]
             keys = row_keys(state.seeds[slots], state.indices[slots], positions).astype(np.uint32).view(np.int32)
-        return torch.from_numpy(self._steps.run(plan, modes, keys, _mask_rows(plan, slots)))
+        return self._steps.run(plan, modes, keys, _mask_rows(plan, slots))
 
 
 def _mask_rows(plan: StepPlan, slots: Int32) -> Int32 | None:

@@ -89,6 +89,8 @@ class Launched:
     """Of consecutive rows; together, all that were to be sampled."""
     prompt_scores: list[PromptScores]
     clock: StepClock
+    tokens: Int32 | None = None
+    """[sampled rows] of a step whose tokens are on the host already, instead of `sampled`; -1 where logits were not usable."""
 
 
 class Runner:
@@ -119,7 +121,6 @@ class Runner:
         self._native = native
         self._divisible = divisible
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step.
 
@@ -127,13 +128,28 @@ class Runner:
             Exception: whatever the model raised. The tables hold what the plan said, and the next step can run.
         """
         clock = StepClock(self._tables.device)
-        slots = plan.slots[plan.sample]
+        # Steady decoding by compiled code touches no tensor: entering inference mode would cost more than the rest of it.
+        if self._native is None or plan.init or len(plan.copy_src):
+            return self._launch_any(plan, clock)
+        self._seat(plan)
+        return self._launch_native(self._native, plan, clock) if self._native.fits(plan) else self._launch_seated(plan, clock)
+
+    @torch.inference_mode()
+    def _launch_any(self, plan: StepPlan, clock: StepClock) -> Launched:
         self._seat(plan)
         if self._native is not None and self._native.fits(plan):
             self._copy_blocks(plan)
-            tokens = self._native.launch(plan)
-            clock.stop()
-            return Launched(plan.step_id, slots, [Sampled(tokens, None, None, slots[:0], ())], [], clock)
+            return self._launch_native(self._native, plan, clock)
+        return self._launch_seated(plan, clock)
+
+    def _launch_native(self, native: NativeSteps, plan: StepPlan, clock: StepClock) -> Launched:
+        tokens = native.launch(plan)
+        clock.stop()
+        return Launched(plan.step_id, plan.slots[plan.sample], [], [], clock, tokens)
+
+    @torch.inference_mode()
+    def _launch_seated(self, plan: StepPlan, clock: StepClock) -> Launched:
+        slots = plan.slots[plan.sample]
         captured = None if self._graphs is None else self._graphs.fitting(plan)
         if self._graphs is not None and captured is not None:
             if plan.init:
@@ -258,8 +274,9 @@ def settle(launched: Launched, dtype_name: str) -> StepResult:
         dtype_name: the model's, for the advice in error messages.
     """
     seconds = launched.clock.wait()
-    result = StepResult(launched.step_id, launched.slots, np.zeros(len(launched.slots), np.int32), step_seconds=seconds)
-    broken: list[int] = []
+    tokens = np.zeros(len(launched.slots), np.int32) if launched.tokens is None else launched.tokens
+    result = StepResult(launched.step_id, launched.slots, tokens, step_seconds=seconds)
+    broken: list[int] = launched.slots[tokens < 0].tolist()
     if launched.sampled:
         result.tokens = np.concatenate([part.tokens.numpy() for part in launched.sampled]).astype(np.int32)
         valid = np.concatenate([part.valid_rows() for part in launched.sampled])

@@ -6,6 +6,7 @@ passes over weights that stay as small as the checkpoint has them, and paged att
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -35,7 +36,9 @@ def decoder_kernels() -> DecoderKernels:
     """
     from octavo.ops.cpu import abi, panels
     from octavo.ops.cpu.decoder import CpuDecoder
+    from octavo.ops.cpu.panel_file import panel_file
 
     if abi.library() is None:
         raise ConfigError("The compiled CPU kernels are not there. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch.")
-    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), CpuDecoder)
+    shared = functools.partial(panel_file, pack=panels.pack_rows, packed_bytes=panels.packed_bytes)
+    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), CpuDecoder, shared)

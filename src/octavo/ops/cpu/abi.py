@@ -19,6 +19,8 @@ from octavo.ops.registry import Activation
 S = TypeVar("S", bound=ctypes.Structure)
 
 ABI: Final = 3
+LAYOUT: Final = 1
+"""Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
 SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "F32": (0, "f32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from octavo.config.types import CpuActivations
@@ -12,15 +13,28 @@ from octavo.ops.cpu.abi import KINDS, READ_AS, SOURCES, Engine, describe_linear,
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
 
 
-def pack_rows(rows: EncodedRows) -> Panels:
-    """See `ops.registry.PackRows`."""
+def packed_bytes(rows: EncodedRows) -> int:
+    """What the rows take as panels."""
+    nbytes: int = loaded().octavo_packed_bytes(KINDS[SOURCES[rows.encoding][1]], *rows.shape)
+    return nbytes
+
+
+def pack_rows(rows: EncodedRows, place: npt.NDArray[np.uint8] | None = None) -> Panels:
+    """See `ops.registry.PackRows`.
+
+    Args:
+        place: [bytes] where the panels go; None: into memory of their own.
+    """
     source, kind = SOURCES[rows.encoding]
     count, columns = rows.shape
     library = loaded()
-    # On a cache line: panels of every kind but q8 then start on one too.
-    nbytes = library.octavo_packed_bytes(KINDS[kind], count, columns)
-    whole = torch.empty(nbytes + 64, dtype=torch.uint8)
-    packed = whole[-whole.data_ptr() % 64 :][:nbytes]
+    if place is None:
+        # On a cache line: panels of every kind but q8 then start on one too.
+        nbytes = packed_bytes(rows)
+        whole = torch.empty(nbytes + 64, dtype=torch.uint8)
+        packed = whole[-whole.data_ptr() % 64 :][:nbytes]
+    else:
+        packed = torch.from_numpy(place)
     order = None if rows.order is None else np.ascontiguousarray(rows.order, np.int64)
     library.octavo_pack(
         source,

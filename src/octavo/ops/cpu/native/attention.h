@@ -20,8 +20,14 @@ INLINE void store_token(const OctavoCache& c, int64_t slot, int kv_head, const f
     int64_t head = slot / c.block_size * c.kv_heads + kv_head, offset = slot % c.block_size;
     T* k = (T*)c.keys + head * c.head_dim * c.padded_block + offset;
     T* v = (T*)c.values + (head * c.block_size + offset) * c.padded_dim;
-    for (int d = 0; d < c.head_dim; d++) narrow(k + d * c.padded_block, key[d]);
     int d = 0;
+    for (; d + W <= c.head_dim; d += W) {
+        T lanes[W];
+        store(lanes, load(key + d));
+        for (int i = 0; i < W; i++) k[(d + i) * c.padded_block] = lanes[i];
+    }
+    for (; d < c.head_dim; d++) narrow(k + d * c.padded_block, key[d]);
+    d = 0;
     for (; d + W <= c.head_dim; d += W) store(v + d, load(value + d));
     for (; d < c.head_dim; d++) narrow(v + d, value[d]);
     for (; d < c.padded_dim; d++) narrow(v + d, 0.0f);

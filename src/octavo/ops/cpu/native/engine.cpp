@@ -4,9 +4,30 @@
 #include <atomic>
 #include <new>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace {
 
 std::atomic<const Kernels*> chosen{nullptr};
+
+#if defined(__aarch64__)
+bool has_dot_product() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+    int32_t found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &found, &size, nullptr, 0) == 0 && found;
+#else
+    return false;
+#endif
+}
+#endif
 
 const Kernels* of_level(int32_t level) {
 #if defined(__x86_64__)
@@ -15,17 +36,16 @@ const Kernels* of_level(int32_t level) {
     if (level == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         return kernels_avx512();
-#elif defined(__ARM_FEATURE_DOTPROD)
-    if (level == 3) return kernels_neon();
+#elif defined(__aarch64__)
+    if (level == 3 && has_dot_product()) return kernels_neon();
 #endif
     return level == 0 ? kernels_portable() : nullptr;
 }
 
-// AVX-512 and NEON must be asked for (octavo_set_level) until the tests, which run every level that a machine can run, have passed
-// on machines that have them.
 const Kernels* best() {
-    const Kernels* found = of_level(1);
-    return found ? found : kernels_portable();
+    for (int32_t level : {3, 2, 1})
+        if (const Kernels* found = of_level(level)) return found;
+    return kernels_portable();
 }
 
 const uint8_t* panel_of(const OctavoSegment& segment, int64_t panel, int64_t columns) {

@@ -54,13 +54,10 @@ class Inputs {
     float* row(int64_t token) { return values_ + token * columns_; }
     void finish(int64_t token) { finish(token, row(token)); }
     void finish(int64_t token, const float* x) {
-        for (int64_t g = 0; g < groups_; g++) {
-            const int64_t at = g * tokens_ + token, left = columns_ - g * GROUP;
-            const bool wide = reading_.rounding == ROUND_16;
-            void* rounded = wide ? (void*)(rounded_ + at * GROUP) : (void*)((int8_t*)rounded_ + at * GROUP);
-            kernels().round_group(reading_.rounding, x + g * GROUP, left < GROUP ? left : GROUP,
-                                  {reading_.floats ? floats_ + at * GROUP : nullptr, rounded, scales_ + at, sums_ + at, counts_ + at});
-        }
+        const bool wide = reading_.rounding == ROUND_16;
+        void* rounded = wide ? (void*)(rounded_ + token * GROUP) : (void*)((int8_t*)rounded_ + token * GROUP);
+        kernels().round_row(reading_.rounding, x, columns_, tokens_,
+                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, counts_ + token});
     }
     Activations view() const {
         return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, counts_, tokens_, columns_, groups_};

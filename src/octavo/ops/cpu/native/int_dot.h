@@ -24,7 +24,7 @@ INLINE int32_t four_bytes(const void* x) { int32_t v; memcpy(&v, x, 4); return v
 
 #if defined(__AVX512VNNI__)
 
-constexpr int TILE = 8;
+constexpr int TILE = 8, HELD_REGISTERS = 24;
 constexpr bool PAIRED = true;  // four 16-bit activations lie in the order 0, 2, 1, 3
 
 template <int T>
@@ -37,9 +37,9 @@ struct Dots {
 template <bool Q4>
 INLINE __m512i quad_bytes(const uint8_t* g, int quad) {  // byte 4 r + c: row r, column c of four
     if (!Q4) return _mm512_loadu_si512(g + 64 * quad);
-    __m256i both = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
-    __m512i wide = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
-    return _mm512_and_si512(wide, _mm512_set1_epi8(15));
+    const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(g + 32 * quad)));
+    const __m512i shift = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    return _mm512_and_si512(_mm512_srlv_epi16(both, shift), _mm512_set1_epi8(15));
 }
 
 template <bool Q4>
@@ -96,7 +96,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 #elif defined(__AVX2__)
 
-constexpr int TILE = 4;
+constexpr int TILE = 4, HELD_REGISTERS = 8;
 constexpr bool PAIRED = true;
 
 template <int T>
@@ -190,9 +190,141 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
         for (int h = 0; h < 2; h++) d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(narrow[t][h], _mm256_set1_epi16(1)));
 }
 
+#elif defined(__ARM_NEON)
+
+constexpr int TILE = 4, HELD_REGISTERS = 16;
+constexpr bool PAIRED = false;
+
+template <int T>
+struct Dots {
+    int32x4_t sum[T][4];  // four rows each
+    INLINE_MEMBER void start(int t, int32_t value) {
+        for (int i = 0; i < 4; i++) sum[t][i] = vdupq_n_s32(value);
+    }
+    INLINE_MEMBER vf whole(int t, int v) const { return (vf)vcvtq_f32_s32(sum[t][v]); }
+};
+
+template <bool Q4>
+struct Packed {
+    const uint8_t* g;
+    INLINE_MEMBER void bytes(int quad, int8x16_t* w) const {
+        for (int i = 0; i < 4; i++) {
+            if (!Q4) {
+                w[i] = vreinterpretq_s8_u8(vld1q_u8(g + 64 * quad + 16 * i));
+            } else {
+                const uint8x16_t both = vld1q_u8(g + 32 * quad + 16 * (i % 2));
+                w[i] = vreinterpretq_s8_u8(i < 2 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4));
+            }
+        }
+    }
+    // By column: rows 0-7, rows 8-15.
+    INLINE_MEMBER void columns(int quad, int16x8_t* w) const {
+        if (Q4) {
+            const uint8x8x4_t both = vld4_u8(g + 32 * quad);
+            for (int c = 0; c < 4; c++) {
+                w[2 * c] = vreinterpretq_s16_u16(vmovl_u8(vand_u8(both.val[c], vdup_n_u8(15))));
+                w[2 * c + 1] = vreinterpretq_s16_u16(vmovl_u8(vshr_n_u8(both.val[c], 4)));
+            }
+        } else {
+            const uint8x16x4_t all = vld4q_u8(g + 64 * quad);
+            for (int c = 0; c < 4; c++) {
+                w[2 * c] = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(all.val[c])));
+                w[2 * c + 1] = vreinterpretq_s16_u16(vmovl_high_u8(all.val[c]));
+            }
+        }
+    }
+};
+
+struct Unpacked {
+    const uint8_t* buffer;
+    INLINE_MEMBER void bytes(int quad, int8x16_t* w) const {
+        for (int i = 0; i < 4; i++) w[i] = vld1q_s8((const int8_t*)buffer + 64 * quad + 16 * i);
+    }
+    INLINE_MEMBER void columns(int quad, int16x8_t* w) const {
+        for (int i = 0; i < 8; i++) w[i] = vld1q_s16((const int16_t*)buffer + 64 * quad + 8 * i);
+    }
+};
+
+template <bool Q4, bool WIDE>
+INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
+    for (int quad = 0; quad < 8; quad++) {
+        if (WIDE) {
+            int16x8_t w[8];
+            Packed<Q4>{g}.columns(quad, w);
+            for (int i = 0; i < 8; i++) vst1q_s16((int16_t*)buffer + 64 * quad + 8 * i, w[i]);
+        } else {
+            int8x16_t w[4];
+            Packed<Q4>{g}.bytes(quad, w);
+            for (int i = 0; i < 4; i++) vst1q_s8((int8_t*)buffer + 64 * quad + 16 * i, w[i]);
+        }
+    }
+}
+
+template <int C>
+INLINE void add_column(int32x4_t* sum, const int16x8_t* w, int16x4_t x) {
+    for (int h = 0; h < 2; h++) {
+        sum[2 * h] = vmlal_lane_s16(sum[2 * h], vget_low_s16(w[2 * C + h]), x, C);
+        sum[2 * h + 1] = vmlal_high_lane_s16(sum[2 * h + 1], w[2 * C + h], x, C);
+    }
+}
+
+template <int T, class Weights>
+INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        int16x8_t w[8];
+        weights.columns(quad, w);
+        for (int t = 0; t < T; t++) {
+            const int16x4_t four = vld1_s16(x + t * GROUP + 4 * quad);
+            add_column<0>(d.sum[t], w, four);
+            add_column<1>(d.sum[t], w, four);
+            add_column<2>(d.sum[t], w, four);
+            add_column<3>(d.sum[t], w, four);
+        }
+    }
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+template <int T, class Weights>
+INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        int8x16_t w[4];
+        weights.bytes(quad, w);
+        for (int t = 0; t < T; t++) {
+            const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
+            for (int i = 0; i < 4; i++) d.sum[t][i] = vdotq_s32(d.sum[t][i], w[i], b);
+        }
+    }
+}
+
 #else
 
-constexpr int TILE = 4;
+template <int T, class Weights>
+INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+    int16x8_t narrow[T][4];  // pairs of columns
+#pragma GCC unroll 8
+    for (int quad = 0; quad < 8; quad++) {
+        int8x16_t w[4];
+        weights.bytes(quad, w);
+        for (int t = 0; t < T; t++) {
+            const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
+            for (int i = 0; i < 4; i++) {
+                const int16x8_t products = vpaddq_s16(vmull_s8(vget_low_s8(w[i]), vget_low_s8(b)), vmull_high_s8(w[i], b));
+                narrow[t][i] = quad ? vaddq_s16(narrow[t][i], products) : products;
+            }
+        }
+    }
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < 4; i++) d.sum[t][i] = vpadalq_s16(d.sum[t][i], narrow[t][i]);
+}
+
+#endif
+
+#else
+
+constexpr int TILE = 4, HELD_REGISTERS = 0;
 constexpr bool PAIRED = false;
 
 template <int T>
@@ -247,35 +379,12 @@ INLINE void add_16(const Packed<Q4>& weights, const int16_t* x, Dots<T>& d) {
     add_16<T>(Unpacked{buffer}, x, d);
 }
 
-#if defined(__ARM_FEATURE_DOTPROD)
-}
-#include <arm_neon.h>
-namespace LEVEL {
-
-template <int T>
-INLINE void add_8(const Unpacked& weights, const int8_t* x, Dots<T>& d) {
-    for (int t = 0; t < T; t++) {
-        int32x4_t dot[4];
-        for (int i = 0; i < 4; i++) dot[i] = vld1q_s32(d.sum[t] + 4 * i);
-        for (int quad = 0; quad < 8; quad++) {
-            int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
-            for (int i = 0; i < 4; i++)
-                dot[i] = vdotq_s32(dot[i], vreinterpretq_s8_u8(vld1q_u8(weights.buffer + 64 * quad + 16 * i)), b);
-        }
-        for (int i = 0; i < 4; i++) vst1q_s32(d.sum[t] + 4 * i, dot[i]);
-    }
-}
-
-#else
-
 template <int T>
 INLINE void add_8(const Unpacked& weights, const int8_t* x, Dots<T>& d) {
     for (int t = 0; t < T; t++)
         for (int k = 0; k < GROUP; k++)
             for (int r = 0; r < PANEL; r++) d.sum[t][r] += weights.buffer[k / 4 * 64 + r * 4 + k % 4] * x[t * GROUP + k];
 }
-
-#endif
 
 template <int T, bool Q4>
 INLINE void add_8(const Packed<Q4>& weights, const int8_t* x, Dots<T>& d) {

@@ -34,12 +34,12 @@ struct Activations {
     int64_t tokens, columns, groups;
 };
 
-// One group of one token, to be filled.
-struct GroupTarget {
+// One token's row of Activations, to be filled: where its first group goes. Arrays as there; floats may be null.
+struct RowTarget {
     float* floats;
     void* rounded;
-    float *scale, *sum;
-    int32_t* count;
+    float *scales, *sums;
+    int32_t* counts;
 };
 
 struct AttentionTile {
@@ -58,7 +58,7 @@ struct Kernels {
     void (*panel)(int32_t kind, const uint8_t* panel, const Activations&, int64_t begin, int64_t end, float* out, int64_t ldo,
                   const float* bias, int lanes);
     void (*embed_row)(int32_t kind, const uint8_t* panel, int lane, int64_t columns, float scale, float* out);
-    void (*round_group)(Rounding, const float* x, int64_t columns, const GroupTarget&);  // up to 32 numbers
+    void (*round_row)(Rounding, const float* x, int64_t columns, int64_t stride, const RowTarget&);  // groups are `stride` groups apart
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t dim, float* out);
     void (*add)(const float* x, float factor, int64_t dim, float* residual);  // residual += factor * x
     void (*rope)(float* head, const float* cos_sin, int64_t rotary_dim);

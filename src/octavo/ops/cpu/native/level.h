@@ -10,7 +10,7 @@
 
 namespace LEVEL {
 
-static const Kernels TABLE = {panel,     embed_row,       round_group, rms_norm,     add,      rope,
+static const Kernels TABLE = {panel,     embed_row,       round_row, rms_norm,     add,      rope,
                               gated_mul, store_key_value, attend,      scale_logits, exp_sums, finish_logits};
 
 }  // namespace LEVEL

@@ -39,8 +39,9 @@ INLINE void each_weight(const uint8_t* g, const Use& use) {
                 for (int lane = 0; lane < W; lane++) shift[lane] = lane < W / 2 ? 0 : 4;
                 bytes[v] = (both >> shift) & splat(0x0f0f0f0f);
             } else {
-                memcpy(&bytes[v], g + 32 * quad, sizeof bytes[v]);
-                bytes[v] = (v ? bytes[v] >> 4 : bytes[v]) & splat(0x0f0f0f0f);
+                constexpr int HALF = VECTORS > 1 ? VECTORS / 2 : 1;
+                memcpy(&bytes[v], g + 32 * quad + 4 * (v % HALF) * W, sizeof bytes[v]);
+                bytes[v] = (v < HALF ? bytes[v] : bytes[v] >> 4) & splat(0x0f0f0f0f);
             }
         }
 #pragma GCC unroll 4
@@ -120,69 +121,117 @@ static void float_group(int32_t kind, const uint8_t* panel, int64_t group, const
 
 // ---- rounded activations: whole-number products within a group, scaled and summed as floats over the groups
 
-// Scales and minima of a group's rows. In memory, and read only after the dot products: these need all registers.
+// Scales and minima of a group's rows.
 struct Scaling {
     alignas(64) float scale[PANEL], minimum[PANEL];
 };
 
-template <int T, bool Q4, bool WIDE, class Weights>
-INLINE void rounded_tile(const Weights& weights, const Scaling& s, const Activations& a, int64_t at, float* sums) {
-    Dots<T> dots;
-    for (int t = 0; t < T; t++) dots.start(t, Q4 ? 0 : -128 * a.counts[at + t]);
-    if constexpr (WIDE) add_16<T>(weights, (const int16_t*)a.rounded + at * GROUP, dots);
-    else add_8<T>(weights, (const int8_t*)a.rounded + at * GROUP, dots);
-    const Scaling* now = &s;
-    asm volatile("" : "+r"(now));
-    for (int v = 0; v < VECTORS; v++) {
-        const vf scale = load(now->scale + v * W), minimum = load(now->minimum + v * W);
-        for (int t = 0; t < T; t++) {
-            float* sum = sums + t * PANEL + v * W;
-            vf acc = fma(dots.whole(t, v), scale * splat(a.scales[at + t]), load(sum));
-            if (Q4) acc = fma(minimum, splat(a.sums[at + t]), acc);
-            store(sum, acc);
+// Groups as they are packed.
+template <bool Q4>
+struct PackedGroups {
+    static constexpr int64_t BYTES = Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES;
+    const uint8_t* panel;
+    INLINE_MEMBER const uint8_t* at(int64_t group) const { return panel + group * BYTES; }
+    INLINE_MEMBER Packed<Q4> weights(int64_t group) const { return {at(group)}; }
+    INLINE_MEMBER vf scale(int64_t group, int v) const { return load((const uint16_t*)(at(group) + (Q4 ? 256 : 512)) + v * W); }
+    INLINE_MEMBER vf minimum(int64_t group, int v) const { return load((const uint16_t*)(at(group) + 256) + PANEL + v * W); }
+    // Weights come from memory, once: the few microseconds of a panel are too short for a hardware prefetcher to run ahead.
+    INLINE_MEMBER void prefetch(int64_t group) const {
+        for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(at(group) + PREFETCH + i, 0, 3);
+    }
+    static constexpr int64_t PREFETCH = 8192;
+};
+
+// Groups unpacked to a buffer, from group `first` on.
+template <bool WIDE>
+struct UnpackedGroups {
+    const uint8_t* buffer;
+    const Scaling* scaling;
+    int64_t first;
+    INLINE_MEMBER Unpacked weights(int64_t group) const { return {buffer + (group - first) * (GROUP * PANEL << WIDE)}; }
+    INLINE_MEMBER vf scale(int64_t group, int v) const { return load(scaling[group - first].scale + v * W); }
+    INLINE_MEMBER vf minimum(int64_t group, int v) const { return load(scaling[group - first].minimum + v * W); }
+    INLINE_MEMBER void prefetch(int64_t) const {}
+};
+
+// Groups [first, last) of T tokens. A function of its own each: inlined into one, their registers spill.
+template <int T, bool Q4, bool WIDE, class Groups>
+__attribute__((noinline)) static void rounded_tile(const Groups groups, const Activations& a, int64_t first, int64_t last, int64_t token,
+                                                   float* sums) {
+    constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
+    const int64_t tokens = a.tokens;
+    const float *scales = a.scales + token, *offsets = a.sums + token;
+    const int32_t* counts = a.counts + token;
+    const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
+    vf acc[T][VECTORS];
+    if constexpr (HELD)
+        for (int t = 0; t < T; t++)
+            for (int v = 0; v < VECTORS; v++) acc[t][v] = load(sums + t * PANEL + v * W);
+    for (int64_t g = first; g < last; g++) {
+        const int64_t at = g * tokens;
+        groups.prefetch(g);
+        Dots<T> dots;
+        for (int t = 0; t < T; t++) dots.start(t, Q4 ? 0 : -128 * counts[at + t]);
+        if constexpr (WIDE) add_16<T>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
+        else add_8<T>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
+        // Scales are read only after the dot products, which need the registers.
+        Groups now = groups;
+        if constexpr (!HELD) asm volatile("" : "+m"(now));
+        for (int v = 0; v < VECTORS; v++) {
+            const vf scale = now.scale(g, v), minimum = Q4 ? now.minimum(g, v) : scale;
+            for (int t = 0; t < T; t++) {
+                float* sum = sums + t * PANEL + v * W;
+                vf total = HELD ? acc[t][v] : load(sum);
+                total = fma(dots.whole(t, v), scale * splat(scales[at + t]), total);
+                if (Q4) total = fma(minimum, splat(offsets[at + t]), total);
+                if constexpr (HELD) acc[t][v] = total;
+                else store(sum, total);
+            }
         }
     }
+    if constexpr (HELD)
+        for (int t = 0; t < T; t++)
+            for (int v = 0; v < VECTORS; v++) store(sums + t * PANEL + v * W, acc[t][v]);
 }
 
-template <bool Q4, bool WIDE, class Weights>
-INLINE void rounded_tiles(const Weights& weights, const Scaling& s, const Activations& a, int64_t at, int64_t tokens, float* sums) {
-    for (; tokens >= TILE; tokens -= TILE, at += TILE, sums += TILE * PANEL) rounded_tile<TILE, Q4, WIDE>(weights, s, a, at, sums);
+template <bool Q4, bool WIDE, class Groups>
+INLINE void rounded_tiles(const Groups& groups, const Activations& a, int64_t first, int64_t last, int64_t token, int64_t tokens, float* sums) {
+    for (; tokens >= TILE; tokens -= TILE, token += TILE, sums += TILE * PANEL)
+        rounded_tile<TILE, Q4, WIDE>(groups, a, first, last, token, sums);
     if (TILE > 4 && tokens >= 4) {
-        rounded_tile<4, Q4, WIDE>(weights, s, a, at, sums);
-        tokens -= 4, at += 4, sums += 4 * PANEL;
+        rounded_tile<4, Q4, WIDE>(groups, a, first, last, token, sums);
+        tokens -= 4, token += 4, sums += 4 * PANEL;
     }
     switch (tokens) {
-        case 3: return rounded_tile<3, Q4, WIDE>(weights, s, a, at, sums);
-        case 2: return rounded_tile<2, Q4, WIDE>(weights, s, a, at, sums);
-        case 1: return rounded_tile<1, Q4, WIDE>(weights, s, a, at, sums);
+        case 3: return rounded_tile<3, Q4, WIDE>(groups, a, first, last, token, sums);
+        case 2: return rounded_tile<2, Q4, WIDE>(groups, a, first, last, token, sums);
+        case 1: return rounded_tile<1, Q4, WIDE>(groups, a, first, last, token, sums);
         default: return;
     }
 }
 
-constexpr int64_t UNPACK_FROM = 9;  // tokens that a detour through memory pays for
+constexpr int64_t UNPACK_FROM = TILE + 1;  // tokens that a detour through memory pays for
 
 template <bool Q4, bool WIDE>
-INLINE void rounded_group(const uint8_t* panel, int64_t group, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
-    if constexpr (Q4 || WIDE) {
-        const uint8_t* g = panel + group * (Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES);
-        const uint16_t* narrow = (const uint16_t*)(g + (Q4 ? 256 : 512));
-        Scaling s;
-        for (int v = 0; v < VECTORS; v++) {
-            store(s.scale + v * W, load(narrow + v * W));
-            if (Q4) store(s.minimum + v * W, load(narrow + PANEL + v * W));
+static void rounded_panel(const uint8_t* panel, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
+    const PackedGroups<Q4> packed = {panel};
+    if (tokens < UNPACK_FROM) return rounded_tiles<Q4, WIDE>(packed, a, 0, a.groups, begin, tokens, sums);
+    constexpr int64_t MOST = WIDE ? 24 : 32;  // groups that the first-level cache holds unpacked
+    alignas(64) uint8_t buffer[MOST * (GROUP * PANEL << WIDE)];
+    Scaling scaling[MOST];
+    const int64_t parts = ceil_div(a.groups, MOST), part = parts ? ceil_div(a.groups, parts) : 0;
+    for (int64_t first = 0; first < a.groups; first += part) {
+        const int64_t last = first + part < a.groups ? first + part : a.groups;
+        for (int64_t g = first; g < last; g++) {
+            packed.prefetch(g);
+            unpack<Q4, WIDE>(packed.at(g), buffer + (g - first) * (GROUP * PANEL << WIDE));
+            for (int v = 0; v < VECTORS; v++) {
+                store(scaling[g - first].scale + v * W, packed.scale(g, v));
+                if (Q4) store(scaling[g - first].minimum + v * W, packed.minimum(g, v));
+            }
         }
-        const int64_t at = group * a.tokens + begin;
-        if (tokens < UNPACK_FROM) return rounded_tiles<Q4, WIDE>(Packed<Q4>{g}, s, a, at, tokens, sums);
-        alignas(64) uint8_t buffer[2 * PANEL * GROUP];
-        unpack<Q4, WIDE>(g, buffer);
-        rounded_tiles<Q4, WIDE>(Unpacked{buffer}, s, a, at, tokens, sums);
+        rounded_tiles<Q4, WIDE>(UnpackedGroups<WIDE>{buffer, scaling, first}, a, first, last, begin, tokens, sums);
     }
-}
-
-template <bool Q4>
-INLINE void rounded_group(const uint8_t* panel, int64_t group, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
-    if (a.rounding == ROUND_16) rounded_group<Q4, true>(panel, group, a, begin, tokens, sums);
-    else rounded_group<Q4, false>(panel, group, a, begin, tokens, sums);
 }
 
 // ---- a panel
@@ -202,14 +251,14 @@ static void write_panel(const float* sums, int64_t tokens, float* out, int64_t l
 static void panel(int32_t kind, const uint8_t* panel, const Activations& a, int64_t begin, int64_t end, float* out, int64_t ldo,
                   const float* bias, int lanes) {
     alignas(64) float sums[TOKEN_BLOCK * PANEL];
-    const bool rounded = a.rounding != ROUND_NOT && (kind == KIND_Q4 || kind == KIND_Q8);
+    const bool rounded = a.rounding != ROUND_NOT, wide = a.rounding == ROUND_16;
     const int64_t tokens = end - begin;
     memset(sums, 0, (size_t)tokens * PANEL * 4);
-    for (int64_t g = 0; g < a.groups; g++) {
-        if (!rounded) float_group(kind, panel, g, a, begin, tokens, sums);
-        else if (kind == KIND_Q4) rounded_group<true>(panel, g, a, begin, tokens, sums);
-        else rounded_group<false>(panel, g, a, begin, tokens, sums);
-    }
+    if (rounded && kind == KIND_Q4 && wide) rounded_panel<true, true>(panel, a, begin, tokens, sums);
+    else if (rounded && kind == KIND_Q4) rounded_panel<true, false>(panel, a, begin, tokens, sums);
+    else if (rounded && kind == KIND_Q8) rounded_panel<false, true>(panel, a, begin, tokens, sums);  // which never takes 8 bits
+    else
+        for (int64_t g = 0; g < a.groups; g++) float_group(kind, panel, g, a, begin, tokens, sums);
     write_panel(sums, tokens, out + begin * ldo, ldo, bias, lanes);
 }
 

@@ -145,52 +145,51 @@ static void finish_logits(float* logits, int64_t count, float scale, float cap) 
 // 32 numbers to the nearest of 2 * `most` + 1 steps of their largest. A NaN or an infinity makes the scale NaN, so that it shows
 // in the product.
 template <class T>
-INLINE void round_to(const float* x, float most, const GroupTarget& to) {
-    T* rounded = (T*)to.rounded;
+INLINE void round_to(const float* x, float most, T* rounded, float* scale, float* sum, int32_t* count) {
     vf largest = splat(0.0f), poison = splat(0.0f);
     for (int i = 0; i < GROUP; i += W) {
         vf v = load(x + i);
         largest = max(largest, abs(v));
         poison += v * splat(0.0f);
     }
-    const float peak = reduce_max(largest), nothing = reduce_add(poison);
-    // Below 1e-34 the quotient would overflow; such a group is zero for all purposes.
-    const float inverse = peak > 1e-34f ? most / peak : 0.0f;
-    float scale = inverse == 0 ? nothing : peak / most;
-    int32_t count = 0;
-    if (nothing != nothing) {
+    if (any_nan(poison)) {
         memset(rounded, 0, GROUP * sizeof(T));
-        scale = nothing;
-    } else {
-        vi total = splat(0);
-        for (int i = 0; i < GROUP; i += W) {
-            // Nearest, ties to even: the sum's last bit is worth one.
-            vi whole = bits(load(x + i) * splat(inverse) + splat(12582912.0f)) - splat(0x4b400000);
-            total += whole;
-            if constexpr (sizeof(T) == 2 && PAIRED) whole = swap_middle(whole);
-            typedef T narrow __attribute__((vector_size(W * sizeof(T)), may_alias));
-            narrow v = __builtin_convertvector(whole, narrow);
-            memcpy(rounded + i, &v, sizeof v);
-        }
-        int32_t lanes[W];
-        memcpy(lanes, &total, sizeof total);
-        for (int i = 0; i < W; i++) count += lanes[i];
+        *scale = *sum = __builtin_nanf("");
+        *count = 0;
+        return;
     }
-    *to.scale = scale;
-    *to.sum = scale * (float)count;
-    *to.count = count;
+    const float peak = largest_lane(largest);
+    // Below 1e-34 the quotient would overflow; such a group is zero for all purposes.
+    const float inverse = peak > 1e-34f ? most / peak : 0.0f, step = peak > 1e-34f ? peak / most : 0.0f;
+    vi total = splat(0);
+    for (int i = 0; i < GROUP; i += W) {
+        // Nearest, ties to even: the sum's last bit is worth one.
+        vi whole = bits(load(x + i) * splat(inverse) + splat(12582912.0f)) - splat(0x4b400000);
+        total += whole;
+        if constexpr (sizeof(T) == 2 && PAIRED) whole = swap_middle(whole);
+        typedef T narrow __attribute__((vector_size(W * sizeof(T)), may_alias));
+        narrow v = __builtin_convertvector(whole, narrow);
+        memcpy(rounded + i, &v, sizeof v);
+    }
+    *count = reduce_add(total);
+    *scale = step;
+    *sum = step * (float)*count;
 }
 
-static void round_group(Rounding rounding, const float* x, int64_t columns, const GroupTarget& to) {
-    alignas(64) float filled[GROUP];
-    if (columns < GROUP) {
-        memset(filled, 0, sizeof filled);
-        memcpy(filled, x, (size_t)columns * 4);
-        x = filled;
+static void round_row(Rounding rounding, const float* x, int64_t columns, int64_t stride, const RowTarget& to) {
+    for (int64_t g = 0; g * GROUP < columns; g++, x += GROUP) {
+        const int64_t at = g * stride, left = columns - g * GROUP;
+        alignas(64) float filled[GROUP];
+        const float* group = x;
+        if (left < GROUP) {
+            memset(filled, 0, sizeof filled);
+            memcpy(filled, x, (size_t)left * 4);
+            group = filled;
+        }
+        if (to.floats) memcpy(to.floats + at * GROUP, group, GROUP * 4);
+        if (rounding == ROUND_16) round_to(group, 32767.0f, (int16_t*)to.rounded + at * GROUP, to.scales + at, to.sums + at, to.counts + at);
+        else if (rounding == ROUND_8) round_to(group, 127.0f, (int8_t*)to.rounded + at * GROUP, to.scales + at, to.sums + at, to.counts + at);
     }
-    if (to.floats) memcpy(to.floats, x, GROUP * 4);
-    if (rounding == ROUND_16) round_to<int16_t>(x, 32767.0f, to);
-    else if (rounding == ROUND_8) round_to<int8_t>(x, 127.0f, to);
 }
 
 static void embed_row(int32_t kind, const uint8_t* panel, int lane, int64_t columns, float scale, float* out) {

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace LEVEL {
@@ -15,6 +17,8 @@ namespace LEVEL {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
+#elif defined(__ARM_NEON)
+constexpr int W = 4;
 #else
 constexpr int W = 8;
 #endif
@@ -35,6 +39,8 @@ INLINE vf fma(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -82,12 +88,45 @@ INLINE float reduce_max(vf v) {  // NaN if any lane is
     return most;
 }
 
+// Of lanes none of which is NaN.
+INLINE float largest_lane(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+#elif defined(__ARM_NEON)
+    return vmaxvq_f32((float32x4_t)v);
+#else
+    return reduce_max(v);
+#endif
+}
+INLINE int32_t reduce_add(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__AVX2__)
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+#elif defined(__ARM_NEON)
+    return vaddvq_s32((int32x4_t)v);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < W; i++) sum += v[i];
+    return sum;
+#endif
+}
+INLINE bool any_nan(vf v) { return reduce_add(v != v) != 0; }
+
 // float16 <-> float32. The general way: shift into place and rescale, which also normalises subnormals.
 INLINE vf load(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__ARM_NEON)
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     vh h;
     memcpy(&h, p, sizeof h);
@@ -102,6 +141,8 @@ INLINE vf load(const uint16_t* p) {
 INLINE uint16_t to_half(float x) {
 #if defined(__F16C__)
     return (uint16_t)_cvtss_sh(x, 0);
+#elif defined(__ARM_NEON)
+    return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x))), 0);
 #else
     uint32_t u;
     memcpy(&u, &x, 4);
@@ -126,6 +167,8 @@ INLINE void store(uint16_t* p, vf v) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0));
 #elif defined(__F16C__)
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0));
+#elif defined(__ARM_NEON)
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
 #else
     for (int i = 0; i < W; i++) p[i] = to_half(v[i]);
 #endif

@@ -1,0 +1,200 @@
+"""Packed weights in a shared file: the same panels as in private memory, whatever state the file, the disk or the checkpoint is in."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.ops.cpu import abi, panel_file, panels
+from octavo.ops.packed import EncodedRows, Panels
+from tests.support.encoded_rows import random_rows
+
+if abi.library() is None:
+    pytest.skip("the compiled kernels were not built", allow_module_level=True)
+
+HEADER = 64
+ROWS = [random_rows("Q4_1", 40, 64, 1), random_rows("Q8_0", 17, 32, 2), random_rows("F16", 5, 32, 3)]
+ROWS.append(EncodedRows("Q4_1", (40, 64), ROWS[0].data, np.random.default_rng(0).permutation(40)))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(panel_file, "MIN_BYTES", 1)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(os.urandom(HEADER) + bytes(100_000))
+    return path
+
+
+def load(checkpoint: Path, rows: list[EncodedRows] = ROWS) -> tuple[list[Panels], int]:
+    """The panels, and how many of them had to be packed."""
+    packed: list[EncodedRows] = []
+
+    def pack(asked: EncodedRows, place: object) -> Panels:
+        packed.append(asked)
+        return panels.pack_rows(asked, place)  # type: ignore[arg-type]
+
+    folder = checkpoint.with_name("packed")
+    with panel_file.panel_file(folder, str(checkpoint), HEADER, pack, panels.packed_bytes) as pack_rows:
+        return [pack_rows(r) for r in rows], len(packed)
+
+
+def files(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.with_name("packed").glob("*"))
+
+
+def assert_right(found: list[Panels], rows: list[EncodedRows] = ROWS) -> None:
+    for got, asked in zip(found, rows, strict=True):
+        expected = panels.pack_rows(asked)
+        assert (got.kind, got.rows) == (expected.kind, expected.rows)
+        assert torch.equal(got.data, expected.data)
+
+
+def is_mapped(got: Panels, path: Path) -> bool:
+    """Whether the panel is a piece of that file in memory that cannot be written."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_, name = line.split(maxsplit=5)
+        start, stop = (int(n, 16) for n in span.split("-"))
+        if start <= got.data.data_ptr() < stop:
+            return rights == "r--s" and name.strip() == str(path)
+    return False
+
+
+def test_the_second_load_packs_nothing_and_both_map_the_file(checkpoint: Path) -> None:
+    first, packed = load(checkpoint)
+    assert packed == len(ROWS)
+    (path,) = files(checkpoint)
+    second, packed = load(checkpoint)
+    assert packed == 0
+    assert_right(first), assert_right(second)
+    for got in (*first, *second):
+        assert is_mapped(got, path)
+        assert got.data.data_ptr() % panel_file.ALIGNMENT == 0
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def grow(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
+def no_header(path: Path) -> None:
+    path.write_bytes(bytes(panel_file.HEADER_BYTES) + path.read_bytes()[panel_file.HEADER_BYTES :])
+
+
+def other_index(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"count": 40', b'"count": 41'))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def noise(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(0).bytes(10_000))
+
+
+@pytest.mark.parametrize("damage", [truncate, grow, no_header, other_index, empty, noise])
+def test_a_damaged_file_is_replaced(checkpoint: Path, damage: Callable[[Path], None]) -> None:
+    load(checkpoint)
+    (path,) = files(checkpoint)
+    damage(path)
+    found, packed = load(checkpoint)
+    assert packed == len(ROWS)
+    assert_right(found)
+    assert load(checkpoint)[1] == 0
+
+
+def test_flipped_bytes_of_header_and_index_are_noticed_or_harmless(checkpoint: Path) -> None:
+    load(checkpoint)
+    (path,) = files(checkpoint)
+    good = path.read_bytes()
+    index = good.rindex(b"[{")
+    generator = np.random.default_rng(1)
+    for place in (*generator.integers(0, 600, 40).tolist(), *generator.integers(index, len(good), 40).tolist()):
+        path.write_bytes(good[:place] + bytes([good[place] ^ (1 << int(generator.integers(8)))]) + good[place + 1 :])
+        assert_right(load(checkpoint)[0])
+
+
+@pytest.mark.parametrize("change", ["time", "size", "layout", "header"])
+def test_another_state_of_the_checkpoint_or_the_layout_gets_a_file_of_its_own(
+    checkpoint: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(checkpoint)
+    (before,) = files(checkpoint)
+    status = checkpoint.stat()
+    if change == "time":
+        os.utime(checkpoint, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    elif change == "size":
+        os.truncate(checkpoint, status.st_size + 1)
+    elif change == "header":
+        checkpoint.write_bytes(b"!" + checkpoint.read_bytes()[1:])
+        os.utime(checkpoint, ns=(status.st_atime_ns, status.st_mtime_ns))
+    else:
+        monkeypatch.setattr(panel_file, "LAYOUT", 999)
+    found, packed = load(checkpoint)
+    assert packed == len(ROWS)
+    assert_right(found)
+    assert before not in files(checkpoint) or change == "header", "what is out of date is removed"
+
+
+def test_code_that_asks_for_other_rows_packs_them(checkpoint: Path) -> None:
+    load(checkpoint)
+    other = [ROWS[0], ROWS[2], ROWS[3]]
+    found, packed = load(checkpoint, other)
+    assert packed == 2
+    assert_right(found, other)
+    assert files(checkpoint) == [], "the next start writes it anew"
+    assert load(checkpoint, other)[1] == 3
+    assert load(checkpoint, other)[1] == 0
+
+
+def test_a_load_that_fails_leaves_nothing(checkpoint: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        load(checkpoint, [ROWS[0], 1 / 0])  # type: ignore[list-item]
+
+    def pack(rows: EncodedRows, place: object) -> Panels:
+        raise ValueError("damaged")
+
+    folder = checkpoint.with_name("packed")
+    with (
+        pytest.raises(ValueError, match="damaged"),
+        panel_file.panel_file(folder, str(checkpoint), HEADER, pack, panels.packed_bytes) as pack_rows,
+    ):
+        pack_rows(ROWS[0])
+    assert files(checkpoint) == []
+
+
+def test_no_room_or_no_rights_means_private_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for function in ("posix_fallocate", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, full)
+            assert_right(load(checkpoint)[0])
+            assert files(checkpoint) == []
+    checkpoint.with_name("packed").rmdir()
+    checkpoint.with_name("packed").write_text("a file where the folder should be")
+    assert_right(load(checkpoint)[0])
+
+
+def test_small_checkpoints_and_more_room_than_thought(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels that do not fit into the file's room stay private; a checkpoint that packs in no time gets no file."""
+    checkpoint.write_bytes(bytes(HEADER + 1000))
+    found, packed = load(checkpoint)
+    assert packed == len(ROWS)
+    assert_right(found)
+    assert_right(load(checkpoint)[0])
+    monkeypatch.setattr(panel_file, "MIN_BYTES", 10_000)
+    for path in files(checkpoint):
+        path.unlink()
+    assert_right(load(checkpoint)[0])
+    assert files(checkpoint) == []
