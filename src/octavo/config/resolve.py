@@ -68,6 +68,8 @@ _FOREIGN_ATTENTION = frozenset(
     ]
 )
 MAX_LENGTH = 2**31 - 1
+DEQUANTISED = frozenset({"mxfp4"})
+"""`quant_method`s whose weights are made floating-point at load; the model's family decides whether it has them."""
 _BIG_GPU = 70 * 2**30
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
 
@@ -178,8 +180,9 @@ def _model(
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
         raise UnsupportedModel(f"{name}: its config names no architecture ('architectures'), so Octavo cannot tell how to run it.")
-    if hf_config.get("quantization_config"):
-        method = dict(hf_config["quantization_config"]).get("quant_method", "unknown")
+    if (quantization := hf_config.get("quantization_config")) and (
+        method := dict(quantization).get("quant_method", "unknown")
+    ) not in DEQUANTISED:
         raise NotYet(f"{name}: its weights are quantised ({method}), which Octavo does not read yet. Use an unquantised copy.")
     vocab_size = hf_config.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:

@@ -27,6 +27,7 @@ from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.spec import ModelSpec, parameters
 from octavo.ops.registry import Ops
 from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.mxfp4 import join_mxfp4
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.safetensors import open_safetensors, weight_files
@@ -153,7 +154,8 @@ def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> 
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
-    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
+    tensors = itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
+    return sum(map(os.path.getsize, files)), join_mxfp4(tensors)
 
 
 def _gguf(path: str, load_format: str) -> GgufFile | None:

@@ -98,5 +98,7 @@ def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tupl
     family = family_for(hf_config)
     if quantization := hf_config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
+        if method in family.quantizations:
+            return family.spec(HfConfig(hf_config, where)), family
         raise UnsupportedModel(f"Quantised checkpoints ({method}) are not supported. Use the unquantised one, or a GGUF file.")
     return family.spec(HfConfig(hf_config, where)), family

@@ -82,6 +82,10 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 view = file.get_slice(name)
                 dtype, shape = view.get_dtype(), tuple(view.get_shape())
+                if dtype == "U8":  # packed numbers, for those who ask for bytes
+                    nbytes = torch.Size(shape).numel()
+                    yield StoredTensor(name, shape, nbytes, path, _byte_copier(file, name, path))
+                    continue
                 if dtype not in _BYTES:  # refused when it is read: buffers that nobody reads may be of any dtype
                     yield StoredTensor(name, shape, 0, path, _refuser(name, dtype, path))
                     continue
@@ -105,6 +109,15 @@ def _read(file: Any, name: str, path: str) -> torch.Tensor:
 def _refuser(name: str, dtype: str, path: str) -> Callable[[torch.Tensor], None]:
     def copy_into(destination: torch.Tensor) -> None:
         raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_BYTES)}.")
+
+    return copy_into
+
+
+def _byte_copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
+    def copy_into(destination: torch.Tensor) -> None:
+        if destination.dtype != torch.uint8:
+            _refuser(name, "U8", path)(destination)
+        destination.copy_(_read(file, name, path))
 
     return copy_into
 
