@@ -16,7 +16,7 @@ from octavo.models.families.base import Target
 from octavo.models.spec import ModelSpec, Parameter, parameters
 from octavo.ops.packed import EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight
 from octavo.ops.registry import Ops
-from octavo.weights.arrange import reordered, stacked, transposed
+from octavo.weights.arrange import flattened, reordered, stacked, transposed
 from octavo.weights.dummy import fill_dummy
 from octavo.weights.stored import StoredTensor
 
@@ -101,6 +101,8 @@ class Assembly:
             stored = transposed(stored)
         if parameter.kind == "experts" and len(stored.shape) == 3:
             stored = stacked(stored)
+        if len(parameter.shape) == 1 and len(stored.shape) == 2 and parameter.parts:
+            stored = flattened(stored)
         if target.order is not None and isinstance(self._spec, ModelSpec):
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)

@@ -243,14 +243,15 @@ def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, weights: Weights, ops: Ops) -> Mlp
     if isinstance(mlp, MlpSpec):
         up, down = (_linear(prefix + name, weights, ops) for name in ("gate_up", "down"))
         return GatedMlp(up, down, mlp.activation, ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
+    gate_up_bias, down_bias = (weights.tensors.get(f"{prefix}experts.{name}.bias") for name in ("gate_up", "down"))
     return Moe(
         _linear(prefix + "router", weights, ops),
         weights.tensors.get(prefix + "router.correction"),
         mlp.routing,
         weights.experts[prefix + "experts.gate_up.weight"],
         weights.experts[prefix + "experts.down.weight"],
-        gate_up_bias=weights.tensors.get(prefix + "experts.gate_up.bias"),
-        down_bias=weights.tensors.get(prefix + "experts.down.bias"),
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias.view(mlp.num_experts, -1),
+        down_bias=None if down_bias is None else down_bias.view(mlp.num_experts, -1),
         activation=mlp.activation,
         shared=_mlp(prefix + "shared.", MlpSpec(mlp.shared_size, mlp.activation), weights, ops) if mlp.shared_size else None,
         shared_gate=_linear(prefix + "shared_gate", weights, ops) if mlp.shared_gate else None,

@@ -216,11 +216,14 @@ def _attention_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
 def _latent_parameters(spec: ModelSpec, latent: LatentSpec, prefix: str) -> list[Parameter]:
     hidden, heads = spec.hidden_size, spec.num_heads
     q_rows, up_rows = heads * (latent.nope_dim + latent.rope_dim), heads * (latent.nope_dim + latent.value_dim)
+    each = latent.nope_dim + latent.value_dim
+    halves = {f"{h}.k": (h * each, h * each + latent.nope_dim) for h in range(heads)}
+    halves |= {f"{h}.v": (h * each + latent.nope_dim, (h + 1) * each) for h in range(heads)}
     out = [
         Parameter(prefix + "q.weight", (q_rows, latent.q_rank or hidden), "linear"),
         Parameter(prefix + "kv_down.weight", (latent.kv_rank + latent.rope_dim, hidden), "linear"),
         Parameter(prefix + "kv_norm", (latent.kv_rank,), "norm"),
-        Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table"),
+        Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table", halves),
         Parameter(prefix + "attention_out.weight", (hidden, heads * latent.value_dim), "linear"),
     ]
     if latent.q_rank:
@@ -257,8 +260,8 @@ def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
     if moe.correction:
         out.append(Parameter(prefix + "router.correction", (count,), "exact"))
     if moe.bias:
-        out.append(Parameter(prefix + "experts.gate_up.bias", (count, 2 * inner), "bias"))
-        out.append(Parameter(prefix + "experts.down.bias", (count, hidden), "bias"))
+        out.append(Parameter(prefix + "experts.gate_up.bias", (count * 2 * inner,), "bias", gates | ups))
+        out.append(Parameter(prefix + "experts.down.bias", (count * hidden,), "bias", downs))
     if moe.shared_size:
         out += _mlp_parameters(MlpSpec(moe.shared_size, moe.activation), hidden, prefix + "shared.")
     if moe.shared_gate:
