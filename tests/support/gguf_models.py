@@ -43,6 +43,8 @@ def tensors_of(model: Any, arch: str, *, old_experts: bool = False, split_kv_b: 
         value: Array = tensor.detach().float().numpy()
         if name.endswith((".attn.bias", ".masked_bias", "position_ids")) or ".attention.bias" in name:
             continue
+        if name.startswith("pooler."):
+            continue  # converters leave it out
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         for stem, part in _parts(name, value, config, arch):
