@@ -13,7 +13,7 @@ from octavo.layers.attention import Attention, QkNorm, WideQkNorm
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
-from octavo.layers.moe import Moe
+from octavo.layers.moe import ExactRouter, Moe
 from octavo.layers.norm import LayerNorm, Norm, RmsNorm
 from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
 from octavo.models.spec import MlpSpec, ModelSpec, MoeSpec
@@ -245,7 +245,7 @@ def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, weights: Weights, ops: Ops) -> Mlp
         return GatedMlp(up, down, mlp.activation, ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
     gate_up_bias, down_bias = (weights.tensors.get(f"{prefix}experts.{name}.bias") for name in ("gate_up", "down"))
     return Moe(
-        _linear(prefix + "router", weights, ops),
+        ExactRouter(weights.tensors[prefix + "router.weight"]) if mlp.exact_router else _linear(prefix + "router", weights, ops),
         weights.tensors.get(prefix + "router.correction"),
         mlp.routing,
         weights.experts[prefix + "experts.gate_up.weight"],

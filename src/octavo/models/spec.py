@@ -39,6 +39,8 @@ class MoeSpec:
     router_bias: bool = False
     correction: bool = False
     """The router has a bias for the choice alone."""
+    exact_router: bool = False
+    """The router computes in float32 whatever the model's dtype is."""
     shared_size: int = 0
     """Of a gated block that every token passes besides; 0: there is none."""
     shared_gate: bool = False
@@ -251,7 +253,7 @@ def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
     ups = {f"{e}.up": ((2 * e + 1) * inner, (2 * e + 2) * inner) for e in range(count)}
     downs = {str(e): (e * hidden, (e + 1) * hidden) for e in range(count)}
     out = [
-        Parameter(prefix + "router.weight", (count, hidden), "linear"),
+        Parameter(prefix + "router.weight", (count, hidden), "exact" if moe.exact_router else "linear"),
         Parameter(prefix + "experts.gate_up.weight", (count * 2 * inner, hidden), "experts", gates | ups),
         Parameter(prefix + "experts.down.weight", (count * hidden, inner), "experts", downs),
     ]

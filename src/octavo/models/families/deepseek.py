@@ -34,6 +34,7 @@ def _spec(config: HfConfig, architecture: str) -> ModelSpec:
         "moe_intermediate_size",
         routing=_v3_routing(config) if newer else _v2_routing(config),
         correction=newer,
+        exact_router=True,
         shared_size=size * config.integer("n_shared_experts") if config.has("n_shared_experts") else 0,
     )
     return decoder_spec(
