@@ -312,7 +312,10 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
     """
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in _ARCHITECTURES:
-        raise UnsupportedModel(f"GGUF architecture {arch!r} is not supported. Supported: {', '.join(sorted(_ARCHITECTURES))}.")
+        raise UnsupportedModel(
+            f"GGUF architecture {arch!r} is not supported. Supported: {', '.join(sorted(_ARCHITECTURES))}. Where the model is published in "
+            "safetensors too, that may run."
+        )
     source = _Source(arch, metadata, tensors or {})
     number = source.number
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -75,7 +75,10 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         if any(name in family.architectures for name in names):
             return family
     given = ", ".join(map(str, names)) or f"none given, model_type {hf_config.get('model_type')!r}"
-    raise UnsupportedModel(f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}.")
+    raise UnsupportedModel(
+        f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}. Others may run through the installed "
+        "transformers: --model-impl transformers (or auto)."
+    )
 
 
 def generating_architecture(name: str) -> str | None:
