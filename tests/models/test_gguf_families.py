@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.models.contiguous import load, run
 from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, WINDOWED, YARN
 from tests.support.gguf_models import sizes, tensors_of, write_model
 from tests.support.tiny_models import tiny_model
+from tests.support.tiny_pooling import save_pooling
 
 IDS = list(range(5, 35))
 
@@ -260,3 +262,27 @@ def test_missing_and_surplus_tensors_are_named_as_the_file_does(tmp_path: Path) 
     write_model(tmp_path / "surplus.gguf", arch, metadata, {**tensors, "blk.0.ffn_up.weight": tensors["blk.0.attn_k.weight"]})
     with pytest.raises(CheckpointError, match=r"surplus\.gguf: tensor blk\.0\.ffn_up\.weight has no place"):
         load_file(tmp_path / "surplus.gguf")
+
+
+@pytest.mark.parametrize(("pooling", "pick"), [(1, "mean"), (2, "cls")])
+def test_an_encoder_embeds_as_its_file_says(tmp_path: Path, pooling: int, pick: str) -> None:
+    from octavo import LLM
+
+    model = save_pooling(tmp_path / "hf", "BertModel")
+    words = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = [w if w.startswith("[") else "▁" + w for w in words]
+    metadata = {
+        **sizes(model.config),
+        "pooling_type": pooling,
+        ".tokenizer.ggml.model": "bert",
+        ".tokenizer.ggml.tokens": tokens,
+        ".tokenizer.ggml.token_type": [3 if w.startswith("[") else 1 for w in words],
+    }
+    write_model(tmp_path / "m.gguf", "bert", metadata, tensors_of(model, "bert"))
+    with LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1) as llm:
+        output = llm.embed(["A man is eating food"])[0]
+    assert output.prompt_token_ids == [2, *(words[w] for w in ("a", "man", "is", "eating", "food")), 3]
+    with torch.inference_mode():
+        hidden = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+    expected = torch.nn.functional.normalize(hidden.mean(0) if pick == "mean" else hidden[0], dim=0)
+    torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-4, rtol=1e-4)
