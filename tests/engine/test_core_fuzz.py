@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from octavo.protocol.engine import FinishReason
 from octavo.protocol.params import OutputConstraint, SamplingParams
-from octavo.protocol.step import StepPlan
+from octavo.protocol.step import StepPlan, window_blocks
 from tests.support.core_engine import EOS, Engine
 from tests.support.fake_worker import FakeWorker, expected_tokens
 
@@ -49,13 +49,27 @@ class Setup:
     target_step_ms: float | None = None
     chunked: bool = True
     threshold: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    """Of the kinds of layers."""
+    roomy: bool = True
+    """The second kind of cache is as large as the first one; else it holds hardly more than one sequence."""
 
     def engine(self, **worker: Any) -> Engine:
         return Engine(
-            FakeWorker(self.num_blocks, BLOCK, self.max_num_seqs, MAX_MODEL_LEN, step_seconds=lambda p: 1e-3 + 1e-4 * p.num_tokens, **worker),
+            FakeWorker(
+                self.num_blocks, BLOCK, self.max_num_seqs, MAX_MODEL_LEN, step_seconds=lambda p: 1e-3 + 1e-4 * p.num_tokens,
+                **self.kinds(), **worker,
+            ),
             inflight=self.inflight, prefix_caching=self.prefix_caching, budget=self.budget, policy=self.policy,
             target_step_ms=self.target_step_ms, chunked=self.chunked, threshold=self.threshold,
         )  # fmt: skip
+
+    def kinds(self) -> dict[str, Any]:
+        if len(self.windows) == 1:
+            return {"window": self.windows[0]}
+        window = self.windows[1]
+        assert window is not None
+        return {"sliding_window": window, "sliding_blocks": self.num_blocks if self.roomy else 1 + window_blocks(window, BLOCK)}
 
 
 setups = st.builds(
@@ -70,6 +84,8 @@ setups = st.builds(
     target_step_ms=st.sampled_from([None, 3.0]),
     chunked=st.booleans(),
     threshold=st.sampled_from([0, 5]),
+    windows=st.sampled_from([(None,), (None,), (2,), (6,), (13,), (None, 2), (None, 7), (None, 12)]),
+    roomy=st.booleans(),
 )
 
 
@@ -172,6 +188,7 @@ class Traffic:
     """Plays a scenario on an engine and remembers what must come out."""
 
     engine: Engine
+    windows: tuple[int | None, ...] = (None,)
     expected: dict[tuple[str, int], Expected] = field(default_factory=dict)
     ids: list[str] = field(default_factory=list)
     holding: list[str] = field(default_factory=list)
@@ -209,7 +226,7 @@ class Traffic:
         }  # fmt: skip
         outputs: list[int] = []
         if add.resume and add.n == 1:
-            outputs = expected_tokens(prompt, SamplingParams(**sampling), eos=[EOS], limit=MAX_MODEL_LEN)[: add.resume]
+            outputs = self.tokens_of(prompt, SamplingParams(**sampling))[: add.resume]
         if add.structured:
             sampling["constrained"] = True
         self.submit(
@@ -223,12 +240,15 @@ class Traffic:
         constrained = sampling.pop("constrained", False)
         params = SamplingParams(**sampling)
         for index in range(params.n):
-            tokens = expected_tokens(prompt, params, index=index, eos=[EOS], limit=MAX_MODEL_LEN)
+            tokens = self.tokens_of(prompt, params, index)
             self.expected[request_id, index] = Expected(prompt, tokens[len(outputs) :])
         if constrained:
             # Reasoning that nothing ends: never more than one step in flight, and every token is allowed.
             sampling["constraint"] = OutputConstraint(reasoning_end_ids=[2**31 - 1])
         self.engine.add(request_id, prompt, output_token_ids=outputs, **sampling, **options)
+
+    def tokens_of(self, prompt: list[int], params: SamplingParams, index: int = 0) -> list[int]:
+        return expected_tokens(prompt, params, index=index, eos=[EOS], limit=MAX_MODEL_LEN, windows=self.windows)
 
     def abort(self, abort: Abort) -> None:
         if not self.ids:
@@ -276,7 +296,7 @@ class Traffic:
 @fuzz
 @given(setups, scenarios)
 def test_every_sequence_gets_its_own_tokens(setup: Setup, scenario: list[Any]) -> None:
-    traffic = Traffic(setup.engine())
+    traffic = Traffic(setup.engine(), setup.windows)
     traffic.play(scenario)
     traffic.verify()
 
@@ -305,7 +325,7 @@ def test_failing_steps_end_only_their_requests(setup: Setup, scenario: list[Any]
         return {}
 
     engine = setup.engine(fail_submit=fails, fail_collect=fails, row_errors=row_errors)
-    traffic = Traffic(engine)
+    traffic = Traffic(engine, setup.windows)
     traffic.play(scenario)
     for key in doomed:
         if key in traffic.expected:

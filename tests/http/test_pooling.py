@@ -103,6 +103,54 @@ def test_bad_input_is_named(embedder: ServerProcess, path: str, body: dict[str, 
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}fast{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("chatting")
+    save_pooling(folder, "BertModel")
+    engine = {"model": str(folder), "device": "cpu", "threads": 1, "chat_template": TEMPLATE}
+    with server_process(tmp_path_factory.mktemp("log"), engine) as server:
+        server.wait_ready(120)
+        yield server
+
+
+def test_a_conversation_is_what_its_template_makes_of_it(chatting: ServerProcess) -> None:
+    messages = [{"role": "user", "content": "a man"}, {"role": "assistant", "content": [{"type": "text", "text": "is eating"}]}]
+    plain = {"add_special_tokens": False, "input": "a man is eating "}
+    expected = vectors(post(chatting, "/v1/embeddings", plain))[0]
+    assert vectors(post(chatting, "/v1/embeddings", {"messages": messages}))[0] == pytest.approx(expected, abs=1e-5)
+    with_ends = vectors(post(chatting, "/v1/embeddings", {"messages": messages, "add_special_tokens": True}))[0]
+    assert with_ends == pytest.approx(vectors(post(chatting, "/v1/embeddings", {"input": plain["input"]}))[0], abs=1e-5)
+    prompted = post(chatting, "/v1/embeddings", {"messages": messages, "add_generation_prompt": True})
+    assert prompted.json()["usage"]["prompt_tokens"] == 5
+    tokens = post(chatting, "/pooling", {"messages": messages, "task": "token_embed"}).json()["data"][0]["data"]
+    assert len(tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "input": "a"}, "input"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": [{"content": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "cat " * 100}]}, "prompt"),
+    ],
+)
+def test_a_bad_conversation_is_named(chatting: ServerProcess, body: dict[str, object], param: str) -> None:
+    reply = post(chatting, "/v1/embeddings", body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"].startswith(param), reply.text
+
+
+def test_a_model_without_a_template_takes_no_conversation(embedder: ServerProcess) -> None:
+    reply = post(embedder, "/v1/embeddings", {"messages": [{"role": "user", "content": "a"}]})
+    assert reply.status_code == 400
+    assert "no chat template" in reply.json()["error"]["message"]
+
+
 def test_long_input_can_be_cut(embedder: ServerProcess) -> None:
     reply = post(embedder, "/v1/embeddings", {"input": "cat " * 30, "truncate_prompt_tokens": -1})
     assert reply.json()["usage"]["prompt_tokens"] == 16

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
+from octavo.checkpoint.gguf_config import gguf_hf_config
+from octavo.checkpoint.gguf_file import read_gguf
 from octavo.models.decoder import Model
 from tests.models.contiguous import greedy, load, run
 from tests.support.bundled import bundled_model_path

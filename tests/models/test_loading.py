@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
+from octavo.checkpoint.gguf_config import gguf_hf_config
+from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, ConfigError, OctavoError
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops

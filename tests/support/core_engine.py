@@ -16,7 +16,8 @@ from octavo.config.types import (
     SchedulerConfig,
 )
 from octavo.core.kv.manager import KVManager
-from octavo.core.kv.prefix_tree import IN_USE
+from octavo.core.kv.prefix_tree import IN_USE, NO_BLOCK, Node
+from octavo.core.kv.tables import BlockTables
 from octavo.core.loop import EngineCore
 from octavo.core.request import RequestState
 from octavo.protocol.engine import AbortRequests, FinishReason, LogprobRow, NewRequest, ReleaseHeld, RequestTimes, TokenDelta, Vocabulary
@@ -142,36 +143,53 @@ class Engine:
 
 def check_core(core: EngineCore) -> None:
     """The accounting is right: no reference too many or too few, no block in two states, the tree's invariants hold."""
-    kv, batch = core.kv, core.batch
-    refs: Counter[int] = Counter(kv.pinned)
-    for slot in range(batch.max_seqs):
-        length = int(kv.lengths[slot])
-        assert not kv.table[slot, length:].any()
-        if batch.requests[slot] is None:
-            assert length == 0
-        blocks = kv.table[slot, :length].tolist()
-        assert 0 not in blocks
-        assert len(set(blocks)) == length
-        refs.update(blocks)
-        chain = kv._chains[slot]
-        assert kv.published[slot] == len(chain) <= length
-        refs.update(node.block for node, block in zip(chain, blocks, strict=False) if node.block != block)
-        assert length * kv.block_size >= batch.scheduled[slot] or batch.requests[slot] is None
-    for request in core.life.held:
-        run = request.run
-        assert request.state is RequestState.HELD
-        assert run is not None
-        refs.update(run.blocks)
-        refs.update(node.block for node, block in zip(run.chain, run.blocks, strict=False) if node.block != block)
-    check_blocks(kv, refs)
-    _check_exclusive_writes(core)
+    batch = core.batch
+    for number, kind in enumerate(core.kv.kinds):
+        _check_kind(core, kind, number)
+        _check_exclusive_writes(core, kind)
     running = [r for r in batch.requests if r is not None and batch.running[r.slot]]
     assert all(r.state is RequestState.RUNNING for r in running)
     assert core.life.num_live == sum(len(s) for s in core.life.live.values())
     assert len(core.queue) == sum(r.queued for s in core.life.live.values() for r in s.values())
 
 
-def check_blocks(kv: KVManager, refs: Counter[int]) -> None:
+def _check_kind(core: EngineCore, kv: BlockTables, number: int) -> None:
+    batch = core.batch
+    refs: Counter[int] = Counter(kv.pinned)
+    for slot in range(batch.max_seqs):
+        length, first = int(kv.lengths[slot]), int(kv.first[slot])
+        assert not kv.table[slot, length:].any()
+        if batch.requests[slot] is None:
+            assert length == 0
+        assert length == core.kv.lengths[slot]
+        blocks, chain = kv.table[slot, :length].tolist(), kv._chains[slot]
+        assert kv.published[slot] == len(chain) <= length
+        assert length * kv.block_size >= batch.scheduled[slot] or batch.requests[slot] is None
+        refs.update(_held(kv, blocks, chain, first))
+        if kv.window is None:
+            assert first == 0
+        else:
+            assert first * kv.block_size <= max(0, batch.settled[slot] - kv.window + 1), "a block that is still read has been let go"
+    for request in core.life.held:
+        assert request.state is RequestState.HELD
+        assert request.run is not None
+        run = (request.run, *request.run.others)[number]
+        refs.update(_held(kv, run.blocks, run.chain, next((i for i, b in enumerate(run.blocks) if b), len(run.blocks))))
+    check_blocks(kv, refs)
+
+
+def _held(kv: BlockTables, blocks: list[int], chain: list[Node], first: int) -> list[int]:
+    """What a sequence holds: its blocks from `first` on, and those that stand for the same tokens in the tree."""
+    assert not any(blocks[:first])
+    live = blocks[first:]
+    assert 0 not in live
+    assert len(set(live)) == len(live)
+    if chain and not kv.tree.sliding:
+        assert first == 0
+    return live + [node.block for node, block in zip(chain[first:], live, strict=False) if node.block != block]
+
+
+def check_blocks(kv: BlockTables | KVManager, refs: Counter[int]) -> None:
     """`refs` are all references there should be."""
     pool, tree = kv.pool, kv.tree
     assert pool.repairs == 0
@@ -190,18 +208,24 @@ def check_blocks(kv: KVManager, refs: Counter[int]) -> None:
             assert not node.children
         parent = node.parent
         assert parent is not None
+        ancestor = parent
+        while ancestor.block == NO_BLOCK:
+            assert tree.sliding
+            assert ancestor.children
+            assert ancestor.parent is not None
+            ancestor = ancestor.parent
         if parent.block >= 0:
             assert parent.block in tree
-            if pool.refs[node.block]:
+            if pool.refs[node.block] and not tree.sliding:
                 assert pool.refs[parent.block], "a referenced node has an unreferenced parent"
         assert parent.children is not None
         assert parent.children[node.key[:4]][node.key] is node
     assert len(tree._heap) <= 2 * len(tree) + 65
 
 
-def _check_exclusive_writes(core: EngineCore) -> None:
+def _check_exclusive_writes(core: EngineCore, kv: BlockTables) -> None:
     """The block a running request writes next is in nobody else's table."""
-    kv, batch = core.kv, core.batch
+    batch = core.batch
     owners: Counter[int] = Counter()
     for slot in range(batch.max_seqs):
         owners.update(kv.table[slot, : kv.lengths[slot]].tolist())

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from octavo.protocol.engine import EngineReady, LogprobRow
 from octavo.protocol.params import SamplingParams
-from octavo.protocol.step import CacheShape, SlotInit, StepPlan, StepResult
+from octavo.protocol.step import CacheKind, CacheShape, SlotInit, StepPlan, StepResult
 
 MASK = (1 << 62) - 1
 GARBAGE = -1
@@ -30,9 +30,12 @@ def cache_entry(previous: int, token: int, position: int) -> int:
     return ((previous ^ (token * 0x9E3779B97F4A7C15)) * 0x2545F4914F6CDD1D + position + 1) & MASK
 
 
-def sample(entries: np.ndarray, sampling: SamplingParams, index: int, position: int, outputs: int, eos: list[int], vocab: int) -> int:
-    """The token at `position`: a hash of every entry before it, the seed and the sibling index; masked for min_tokens."""
-    word = zlib.crc32(entries.tobytes())
+def sample(seen: list[np.ndarray], sampling: SamplingParams, index: int, position: int, outputs: int, eos: list[int], vocab: int) -> int:
+    """The token at `position`: a hash of every entry that any kind of layer sees before it, the seed and the sibling index; masked for
+    min_tokens."""
+    word = 0
+    for entries in seen:
+        word = zlib.crc32(entries.tobytes(), word)
     token = zlib.crc32(f"{word} {sampling.seed} {index} {position}".encode()) % vocab
     stops = {*(() if sampling.ignore_eos else eos), *(sampling.stop_token_ids or ())}
     while outputs < sampling.min_tokens and token in stops:
@@ -41,9 +44,14 @@ def sample(entries: np.ndarray, sampling: SamplingParams, index: int, position: 
 
 
 def expected_tokens(
-    prompt: list[int], sampling: SamplingParams, *, index: int = 0, eos: list[int] | None = None, vocab: int = 50, limit: int = 1 << 30
-) -> list[int]:
-    """What a request must produce, computed without any cache."""
+    prompt: list[int], sampling: SamplingParams, *, index: int = 0, eos: list[int] | None = None, vocab: int = 50, limit: int = 1 << 30,
+    windows: Sequence[int | None] = (None,),
+) -> list[int]:  # fmt: skip
+    """What a request must produce, computed without any cache.
+
+    Args:
+        windows: of the kinds of layers.
+    """
     eos = eos or []
     entries: list[int] = []
     tokens = list(prompt)
@@ -53,7 +61,8 @@ def expected_tokens(
     stops = {*(() if sampling.ignore_eos else eos), *(sampling.stop_token_ids or ())}
     most = min(limit - len(prompt), sampling.max_tokens or limit)
     while len(out) < most:
-        token = sample(np.array(entries, np.int64), sampling, index, len(tokens), len(out), eos, vocab)
+        seen = [np.array(entries[-window:] if window else entries, np.int64) for window in windows]
+        token = sample(seen, sampling, index, len(tokens), len(out), eos, vocab)
         out.append(token)
         if token in stops and len(out) > sampling.min_tokens:
             break
@@ -66,7 +75,8 @@ def expected_tokens(
 class FakeSlot:
     init: SlotInit
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]
+    """By kind of cache."""
 
 
 @dataclass
@@ -94,18 +104,27 @@ class FakeWorker:
     fail_collect: Callable[[StepPlan], bool] = lambda plan: False
     row_errors: Callable[[StepPlan], dict[int, str]] = lambda plan: {}
     inflight: int = 0
+    window: int | None = None
+    """Of every layer."""
+    sliding_window: int | None = None
+    """Of a second kind of layers."""
+    sliding_blocks: int = 0
     violations: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self.memory = np.full((self.num_blocks, self.block_size), GARBAGE, np.int64)
+        self.memory = np.full((self.num_blocks + self.sliding_blocks, self.block_size), GARBAGE, np.int64)
+        self.windows = [self.window, self.sliding_window] if self.sliding_window else [self.window]
+        self.columns = -(-self.max_model_len // self.block_size) + 1
+        """Of the table of one kind."""
         self.slots: dict[int, FakeSlot] = {}
         self._queue: deque[InFlight] = deque()
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.num_blocks, self.block_size, 1)
+        sliding = CacheKind(self.sliding_blocks, 1, self.sliding_window, self.num_blocks, self.columns) if self.sliding_window else None
+        return CacheShape(self.num_blocks, self.block_size, 1, self.window, sliding)
 
     @property
     def ready_report(self) -> EngineReady:
@@ -172,8 +191,10 @@ class FakeWorker:
 
     def _check_fences(self, plan: StepPlan) -> None:
         """Nothing that a step in flight names may change hands."""
-        fresh = set(plan.table_blocks.tolist()) | set(plan.copy_dst.tolist())
         starts = dict(zip(plan.slots.tolist(), plan.start.tolist(), strict=True))
+        entering = {init.slot: starts[init.slot] // self.block_size for init in plan.init}
+        entries = zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True)
+        fresh = {block for slot, column, block in entries if column % self.columns >= entering.get(slot, 0)} | set(plan.copy_dst.tolist())
         for init in plan.init:
             fresh |= set(init.block_ids.tolist()[starts[init.slot] // self.block_size :])
             if any(init.slot in flight.slots for flight in self._queue):
@@ -196,9 +217,12 @@ class FakeWorker:
                 self._violation(f"slot {init.slot} is taken over without being freed")
             if init.sampling.seed is None:
                 self._violation("a request without a seed")
-            self.slots[init.slot] = FakeSlot(init, init.token_ids.tolist(), init.block_ids.tolist())
-        for slot, index, block in zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True):
-            table = self.slots[slot].table
+            self.slots[init.slot] = FakeSlot(init, init.token_ids.tolist(), [init.block_ids.tolist(), *([] for _ in self.windows[1:])])
+        for slot, column, block in zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True):
+            kind, index = divmod(column, self.columns)
+            table = self.slots[slot].tables[kind]
+            if (block < self.num_blocks) != (kind == 0):
+                self._violation(f"block {block} is in the table of another kind of cache")
             if index != len(table):
                 self._violation(f"the table of slot {slot} is written at {index}, it has {len(table)} entries")
             table.append(block)
@@ -210,31 +234,36 @@ class FakeWorker:
         rows = list(zip(plan.slots.tolist(), plan.start.tolist(), plan.count.tolist(), plan.sample.tolist(), strict=True))
         for slot, start, count, _ in rows:
             state = self.slots[slot]
-            table = state.table
-            for position in range(start, start + count):
-                block = table[position // size]
-                if written.setdefault(block, slot) != slot:
-                    self._violation(f"slots {written[block]} and {slot} write block {block} in one step")
-                previous = int(self.memory[table[(position - 1) // size], (position - 1) % size]) if position else 0
-                self.memory[block, position % size] = cache_entry(previous, state.tokens[position], position)
+            for table in state.tables:
+                for position in range(start, start + count):
+                    block = table[position // size]
+                    if written.setdefault(block, slot) != slot:
+                        self._violation(f"slots {written[block]} and {slot} write block {block} in one step")
+                    previous = int(self.memory[table[(position - 1) // size], (position - 1) % size]) if position else 0
+                    self.memory[block, position % size] = cache_entry(previous, state.tokens[position], position)
         tokens: list[int] = []
         logprobs: dict[int, list[LogprobRow]] = {}
         prompt_logprobs: dict[int, list[LogprobRow]] = {}
         for slot, start, count, sampled in rows:
             state = self.slots[slot]
             init, end = state.init, start + count
-            used = state.table[: -(-end // size)]
-            for block in used:
-                blocks[block] = slot
-                if written.get(block, slot) != slot:
-                    self._violation(f"slot {slot} reads block {block} that slot {written[block]} writes in the same step")
+            for table, window in zip(state.tables, self.windows, strict=True):
+                first = max(0, start - window + 1) // size if window else 0
+                for block in table[first : -(-end // size)]:
+                    blocks[block] = slot
+                    if written.get(block, slot) != slot:
+                        self._violation(f"slot {slot} reads block {block} that slot {written[block]} writes in the same step")
             if init.sampling.prompt_logprobs is not None:
                 scored = range(start + 1, min(end, init.num_prompt_tokens - 1) + 1)
                 prompt_logprobs[slot] = [LogprobRow(state.tokens[p], -float(p), 1, [], []) for p in scored]
             if not sampled:
                 continue
-            entries = self.memory[used].reshape(-1)[:end]
-            token = sample(entries, init.sampling, init.index, end, end - init.num_prompt_tokens, init.eos_token_ids, self.vocab)
+            seen = []
+            for table, window in zip(state.tables, self.windows, strict=True):
+                first = max(0, end - window) if window else 0
+                places = np.arange(first, end)
+                seen.append(self.memory[np.array(table)[places // size], places % size])
+            token = sample(seen, init.sampling, init.index, end, end - init.num_prompt_tokens, init.eos_token_ids, self.vocab)
             if end != len(state.tokens):
                 self._violation(f"slot {slot} samples position {end} of a sequence of {len(state.tokens)} tokens")
             state.tokens.append(token)

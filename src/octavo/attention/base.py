@@ -55,6 +55,8 @@ class StepBatch:
     """[wanted] ascending rows whose last token is all that is needed of the last layer; None: every token of every row."""
     shared: SharedPrefixes | None = None
     """Of the decodes, where some of them begin with the same blocks."""
+    sliding_tables: torch.Tensor | None = None
+    """[rows, max_blocks] int32 as `block_tables`, of a second kind of cache, where there is one: in the workers' numbers."""
 
 
 class Attend(Protocol):
@@ -100,10 +102,10 @@ class KvScales:
 
 
 class AttentionBackend(Protocol):
-    name: str
+    """What runs a model's attention. Classes for one kind of cache also have `bytes_per_block(layers, block_size, dtype)` and
+    `reads_before_window`: how many tokens before a layer's window a kernel may load (and ignore); None: nobody knows."""
 
-    @staticmethod
-    def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int: ...
+    name: str
 
     def plan(self, batch: StepBatch) -> Attend: ...
 

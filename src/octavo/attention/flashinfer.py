@@ -95,6 +95,7 @@ class FlashInferAttention:
     """
 
     name = "flashinfer"
+    reads_before_window = None
 
     def __init__(
         self,

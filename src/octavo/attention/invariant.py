@@ -17,7 +17,7 @@ from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
 from octavo.ops.triton.invariant_attention import InvariantWorkspace, invariant_attention, tile_rows
-from octavo.ops.triton.invariant_plan import ITEM_FIELDS, plan_invariant, spare_items
+from octavo.ops.triton.invariant_plan import ITEM_FIELDS, SEGMENT, plan_invariant, spare_items
 from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.protocol.step import Int32
 
@@ -57,6 +57,7 @@ class InvariantAttention:
     """
 
     name = "triton-invariant"
+    reads_before_window = SEGMENT
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ class NativeCpuAttention:
     """
 
     name = "native-cpu"
+    reads_before_window = 0
 
     def __init__(
         self,

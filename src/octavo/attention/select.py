@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from octavo.attention.kinds import CacheLayout, TwoKinds, cache_layout
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
@@ -76,18 +78,54 @@ def _no_triton(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> str | Non
     return None
 
 
+def layout_of(config: EngineConfig, layers: tuple[LayerSpec, ...], whole: tuple[LayerSpec, ...], *, compiled: bool) -> CacheLayout:
+    """The kinds of cache that a model has here.
+
+    Args:
+        layers: those of this rank. whole: those of all stages of a pipeline, which have one block table.
+        compiled: its steps are one call each, for which there is one block table.
+    """
+    kernels = attention_class(config, layers)
+    if config.parallel.pipeline > 1:
+        layout = cache_layout(whole, config.model.max_model_len, kernels.reads_before_window, two_kinds=False)
+        return replace(layout, first=tuple(range(len(layers))))
+    two_kinds = not compiled and kernels.name in ("torch-paged", "native-cpu")
+    return cache_layout(layers, config.model.max_model_len, kernels.reads_before_window, two_kinds=two_kinds)
+
+
 def make_attention(
     config: EngineConfig,
     layers: tuple[LayerSpec, ...],
+    layout: CacheLayout,
     num_blocks: int,
+    sliding_blocks: int,
     device: torch.device,
     scales: Mapping[int, KvScales] | None = None,
 ) -> AttentionBackend:
     """An `AttentionBackend` with a cache of `num_blocks` blocks.
 
     Args:
+        sliding_blocks: of the second kind of cache, if `layout` has one.
         scales: of a float8 cache, by layer, as the checkpoint has them.
     """
+    if not layout.sliding:
+        return _make(config, layers, num_blocks, device, scales)
+    return TwoKinds(
+        layers,
+        layout,
+        (num_blocks, sliding_blocks),
+        config.cache.block_size,
+        lambda some, blocks: _make(config, some, blocks, device, None),
+    )
+
+
+def _make(
+    config: EngineConfig,
+    layers: tuple[LayerSpec, ...],
+    num_blocks: int,
+    device: torch.device,
+    scales: Mapping[int, KvScales] | None,
+) -> AttentionBackend:
     chosen = attention_class(config, layers)
     options: dict[str, Any] = {}
     match chosen.name:

@@ -111,6 +111,7 @@ class TorchPagedAttention:
     """
 
     name = "torch-paged"
+    reads_before_window = 0
 
     def __init__(
         self,

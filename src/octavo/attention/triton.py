@@ -32,8 +32,8 @@ from octavo.ops.triton.paged_prefill import (
     queries_per_key,
 )
 from octavo.ops.triton.prefill_plan import ITEM_FIELDS as CHUNK_FIELDS
+from octavo.ops.triton.prefill_plan import PART_ALIGNMENT, max_prefill_parts, plan_prefill
 from octavo.ops.triton.prefill_plan import ROW as CHUNK_ROW
-from octavo.ops.triton.prefill_plan import max_prefill_parts, plan_prefill
 from octavo.protocol.step import Int32
 
 GATHERED_TOKENS = 32768
@@ -104,6 +104,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    reads_before_window = PART_ALIGNMENT
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The GGUF container (versions 2 and 3): metadata, tensor directory, and an HF-like config made from the metadata.
+"""The GGUF container (versions 2 and 3): metadata and tensor directory.
 
-Owns the byte layout of the container, nothing about tokenizers or about how quantised values are packed. The file is taken
+Owns the byte layout of the container, nothing about what the metadata mean or about how quantised values are packed. The file is taken
 for hostile: every count, length and offset is checked against the bytes that are really there before anything is allocated,
 so a truncated or damaged file is a `CheckpointError` and never a crash.
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.errors import CheckpointError
 
 GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     0: ("F32", 1, 4),
@@ -53,16 +53,6 @@ GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     39: ("MXFP4", 32, 17),
 }
 """Type id -> (name, values in a block, bytes of a block)."""
-
-_ARCHITECTURES: Final[Mapping[str, str]] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
-"""GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
 
 _SCALARS: Final[Mapping[int, str]] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Value type id -> `struct` code of one value."""
@@ -250,104 +240,3 @@ def _place_tensors(cursor: _Cursor, directory: list[GgufTensor], alignment: int,
             raise cursor.fail(f"ends at byte {data_offset + end_of_previous}, but the file has {cursor.size} (truncated?)")
         tensors[info.name] = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset, info.nbytes)
     return tensors
-
-
-def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor] | None = None) -> dict[str, Any]:
-    """The config.json that this model would have as a Hugging Face checkpoint, as far as the metadata tells.
-
-    Args:
-        tensors: the directory, when at hand: a model without `output.weight` shares its embedding with the head, one with
-            attention biases has `attention_bias`. Without it the usual case of the architecture is assumed (the loader looks
-            at the tensors in any case).
-
-    Raises:
-        UnsupportedModel: an architecture without a translation, or a mixture of experts.
-        CheckpointError: a required key is missing or has the wrong type.
-    """
-    arch = metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
-        raise UnsupportedModel(f"GGUF architecture {arch!r} is not supported. Supported: {', '.join(sorted(_ARCHITECTURES))}.")
-    if metadata.get(f"{arch}.expert_count", 0):
-        raise UnsupportedModel(f"GGUF architecture {arch!r} with {metadata[f'{arch}.expert_count']} experts is not supported.")
-
-    def number(key: str, kind: type[int] | type[float], default: Any = None) -> Any:
-        value = metadata.get(f"{arch}.{key}", default)
-        if value is default and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise CheckpointError(f"GGUF metadata: {arch}.{key} must be a non-negative number, got {value!r}.")
-        return kind(value)
-
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    heads = number("attention.head_count", int)
-    hidden = number("embedding_length", int)
-    if heads < 1:
-        raise CheckpointError(f"GGUF metadata: {arch}.attention.head_count must be at least 1, got {heads}.")
-    head_dim = number("attention.key_length", int, number("rope.dimension_count", int, hidden // heads))
-    config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[arch]],
-        "model_type": arch,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length", int),
-        "num_hidden_layers": number("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", int, heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": number("context_length", int),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", float),
-        "vocab_size": number("vocab_size", int, len(tokens) if isinstance(tokens, list) else None),
-        "rope_parameters": _rope_parameters(metadata, arch, number),
-        "attention_bias": arch == "qwen2" or (tensors is not None and "blk.0.attn_q.bias" in tensors),
-        "tie_word_embeddings": tensors is not None and "output.weight" not in tensors,
-    }
-    if arch.startswith("gemma"):
-        config |= _gemma(metadata, arch, config, number)
-    return config | _special_ids(metadata)
-
-
-_LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
-"""Layers of the model that scales attention by the width of a head's share of the hidden state; files do not say so."""
-
-
-def _gemma(metadata: Mapping[str, Any], arch: str, config: Mapping[str, Any], number: Any) -> dict[str, Any]:
-    """What Gemma's config.json has besides."""
-    largest = config["num_hidden_layers"] == _LARGEST_GEMMA.get(arch)
-    more: dict[str, Any] = {
-        "hidden_act": None,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"],
-    }
-    for ours, theirs in (("attn_logit_softcapping", "attn_logit_softcapping"), ("final_logit_softcapping", "final_logit_softcapping")):
-        if f"{arch}.{theirs}" in metadata:
-            more[ours] = number(theirs, float)
-    if f"{arch}.attention.sliding_window" in metadata:
-        more["sliding_window"] = number("attention.sliding_window", int)
-    if arch == "gemma3":  # the scaling, if any, is for the layers without a window
-        rope = config["rope_parameters"]
-        local = {"rope_type": "default", "rope_theta": number("rope.freq_base_swa", float, 10000.0)}
-        more["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-    return more
-
-
-def _rope_parameters(metadata: Mapping[str, Any], arch: str, number: Any) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_theta": number("rope.freq_base", float, 10000.0), "rope_type": "default"}
-    kind = metadata.get(f"{arch}.rope.scaling.type", "linear" if f"{arch}.rope.scale_linear" in metadata else "none")
-    if kind not in ("linear", "yarn"):  # llama3 factors come as the tensor rope_freqs.weight
-        return rope
-    rope |= {"rope_type": kind, "factor": number("rope.scaling.factor", float, number("rope.scale_linear", float, 1.0))}
-    if original := metadata.get(f"{arch}.rope.scaling.original_context_length"):
-        rope["original_max_position_embeddings"] = original
-    return rope
-
-
-def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """bos, eos and pad ids. An end-of-turn token of its own ends a reply as EOS does."""
-    ids: dict[str, Any] = {}
-    for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        if isinstance(value := metadata.get(f"tokenizer.ggml.{key}_token_id"), int):
-            ids[name] = value
-    eot = metadata.get("tokenizer.ggml.eot_token_id")
-    if isinstance(eot, int) and "eos_token_id" in ids and eot != ids["eos_token_id"]:
-        ids["eos_token_id"] = [ids["eos_token_id"], eot]
-    return ids

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
+from octavo.checkpoint.gguf_config import gguf_hf_config
+from octavo.checkpoint.gguf_file import read_gguf
 from octavo.checkpoint.types import Checkpoint
 from octavo.errors import CheckpointError, UnsupportedModel
 

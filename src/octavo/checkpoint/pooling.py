@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from octavo.checkpoint.gguf_config import POOLING_TYPES
 from octavo.checkpoint.local import read_json_object
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.types import DenseLayer, PoolingConfig
@@ -57,15 +58,22 @@ def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | N
             raise UnsupportedModel(f"A {architecture} cannot generate: it is an encoder. Leave --runner out, or use pooling.")
         return None
     modules = _modules(checkpoint.folder) if checkpoint.format != "gguf" else None
+    stated = _gguf_pooling(checkpoint.gguf_metadata)
     bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
-    if runner == "auto" and not (encoder or modules or bare or architecture.endswith(_CLASSIFIER)):
+    if runner == "auto" and not (encoder or modules or bare or stated or architecture.endswith(_CLASSIFIER)):
         return None
     if architecture.endswith(_CLASSIFIER):
         return PoolingSettings(_classifier(config, encoder), _positions(config, encoder))
     if modules is None:
-        kind: Literal["mean", "last"] = "mean" if encoder else "last"
+        kind: Any = stated or ("mean" if encoder else "last")
         return PoolingSettings(PoolingConfig(kind, normalize=True), _positions(config, encoder))
     return _sentence_transformer(checkpoint.folder, modules, _positions(config, encoder))
+
+
+def _gguf_pooling(metadata: Mapping[str, Any]) -> str | None:
+    """How a GGUF file says that its model pools."""
+    value = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+    return POOLING_TYPES.get(value) if isinstance(value, int) else None
 
 
 def _modules(folder: Path) -> list[Any] | None:

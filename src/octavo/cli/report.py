@@ -9,6 +9,7 @@ from typing import Any
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.protocol.engine import EngineReady
+from octavo.protocol.step import window_blocks
 
 SHORT_CONTEXT = 1000
 """Tokens of a typical short conversation, for the "how many fit" line."""
@@ -17,6 +18,8 @@ SHORT_CONTEXT = 1000
 def capacity(ready: EngineReady, tokens: int) -> int:
     """How many sequences of `tokens` tokens the cache holds at once, nothing shared. Block 0 is reserved."""
     blocks = -(-tokens // ready.block_size)
+    if ready.window is not None:
+        blocks = min(blocks, window_blocks(ready.window, ready.block_size))
     return (ready.num_blocks - 1) // blocks if blocks else 0
 
 

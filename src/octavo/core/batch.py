@@ -147,9 +147,11 @@ class Batch:
             raise LookupError(f"slot {slot} is empty")
         return request
 
-    def outstanding_blocks(self, lengths: Int32) -> int:
+    def outstanding_blocks(self, lengths: Int32, growth: Int32 | None = None) -> int:
         """Blocks the running requests are expected to take beyond the `lengths` [slots] they have: at least one each as long as
-        they are not at their limit."""
+        they are not at their limit, and at most `growth` [slots], where that is known."""
         running = self.running
         lacking = np.minimum(np.maximum(self.reserve - lengths, 1), self.most - lengths)
+        if growth is not None:
+            lacking = np.minimum(lacking, growth)
         return int(lacking[running].sum())

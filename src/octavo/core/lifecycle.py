@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from octavo.core.batch import Batch
 from octavo.core.constraint import Constraints, blamed
-from octavo.core.kv.manager import BlockRun, KVManager
+from octavo.core.kv.manager import KVManager
+from octavo.core.kv.tables import BlockRun
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Family, Request, RequestState, expand
 from octavo.protocol.engine import FinishReason, NewRequest, TokenDelta
@@ -82,7 +83,7 @@ class Lifecycle:
     @property
     def leaving_blocks(self) -> int:
         """Blocks in tables that will be let go of when the steps in flight have settled."""
-        return sum(int(self.kv.lengths[request.slot]) for request in self._leaving)
+        return sum(self.kv.live_blocks(request.slot) for request in self._leaving)
 
     @property
     def num_leaving(self) -> int:
@@ -91,7 +92,8 @@ class Lifecycle:
     @property
     def max_total(self) -> int:
         """Most tokens of one sequence: the context length, or what the whole cache holds (the last token needs no KV)."""
-        return min(self.max_model_len, self.kv.capacity * self.kv.block_size + 1)
+        longest = self.kv.longest
+        return self.max_model_len if longest is None else min(self.max_model_len, longest + 1)
 
     # Arrival
 
@@ -170,8 +172,8 @@ class Lifecycle:
         prompt = len(new.prompt_token_ids)
         if prompt >= self.max_model_len:
             return f"The prompt has {prompt} tokens; the context length is {self.max_model_len}, prompt and output together."
-        room = self.kv.capacity * self.kv.block_size
-        if prompt > room:
+        room = self.kv.longest
+        if room is not None and prompt > room:
             return f"The prompt has {prompt} tokens; the KV cache holds {room} in all. Shorten the prompt or give the cache more memory."
         if any(ids and min(ids) < 0 for ids in (new.prompt_token_ids, new.output_token_ids)):
             return "Token ids must not be negative."
@@ -348,6 +350,10 @@ class Lifecycle:
             request.id, request.index, int(self.batch.settled[request.slot]), request.preemptions,
         )  # fmt: skip
         self._leave(request)
+
+    def slide(self, request: Request) -> None:
+        """Let go of the blocks that the windows of a seated request have left behind."""
+        self.kv.slide(request.slot, request.tokens, int(self.batch.settled[request.slot]), request.extra_key)
 
     # Leaving a slot
 

@@ -37,7 +37,7 @@ class EngineCore:
         self.inflight = scheduler.inflight
         self.policy = make_policy(scheduler.policy)
         self.batch = Batch(scheduler.max_num_seqs)
-        self.kv = KVManager(shape.num_blocks, shape.block_size, scheduler.max_num_seqs, max_model_len, config.cache.prefix_caching)
+        self.kv = KVManager(shape, scheduler.max_num_seqs, max_model_len, config.cache.prefix_caching)
         self.queue = WaitingQueue(self.policy)
         self.life = Lifecycle(self.batch, self.kv, self.queue, self.policy, max_model_len)
         self.scheduler = Scheduler(scheduler, self.batch, self.kv, self.queue, self.policy, self.life)

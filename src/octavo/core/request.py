@@ -13,7 +13,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from octavo.core.constraint import Constraint
-from octavo.core.kv.manager import BlockRun
+from octavo.core.kv.tables import BlockRun
 from octavo.protocol.engine import LogprobRow, NewRequest, RequestTimes
 from octavo.protocol.params import SamplingParams
 

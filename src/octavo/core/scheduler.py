@@ -15,7 +15,7 @@ victim, and among the protected the oldest wins: somebody always finishes.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,9 @@ from octavo.config.types import SchedulerConfig
 from octavo.core.batch import Batch, Slots
 from octavo.core.constraint import blamed
 from octavo.core.kv.block_pool import NULL_BLOCK, OutOfBlocks
-from octavo.core.kv.manager import KVManager, Match
+from octavo.core.kv.manager import KVManager
 from octavo.core.kv.prefix_tree import common_tokens
+from octavo.core.kv.tables import Match
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
@@ -84,14 +85,14 @@ class Draft:
     step: int
     decodes: Slots = field(default_factory=lambda: np.empty(0, np.intp))
     grown: Int32 | None = None
-    """[3, n]: slot, index, block of the table entries that decodes got."""
+    """[3, n]: slot, column, block of the table entries that decodes got."""
     rows: list[tuple[int, int, int, bool]] = field(default_factory=list)
     init: list[SlotInit] = field(default_factory=list)
     diffs: list[tuple[int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def table_diffs(self) -> Int32:
-        """[3, n]: slot, index, block of every new table entry of a request that is in the batch already."""
+        """[3, n]: slot, column, block of every new table entry that no `SlotInit` lists."""
         if not self.diffs:
             return np.empty((3, 0), np.int32) if self.grown is None else self.grown
         diffs = np.array(self.diffs, np.int32).T
@@ -117,7 +118,7 @@ class Scheduler:
         self._promised = 0
         """Rows passed over in this turn that get a block when steps in flight settle."""
         self._swept = False
-        """Duplicates have been freed in this turn."""
+        """Duplicates, and what windows have left behind, have been freed in this turn."""
         self._refused: tuple[Request, int] | None = None
         """The request that did not fit last time, and the blocks there were."""
 
@@ -178,8 +179,7 @@ class Scheduler:
                 grown = np.zeros(batch.max_seqs, np.bool_)
                 grown[growing] = True
                 slots = slots[batch.running[slots] & (~full | grown[slots])]
-            index = self.kv.lengths[growing] - 1
-            draft.grown = np.stack([growing, index, self.kv.table[growing, index]]).astype(np.int32)
+            draft.grown = self.kv.last_entries(growing)
         draft.decodes = slots
         batch.last_step[slots] = draft.step
 
@@ -249,8 +249,7 @@ class Scheduler:
         if count <= 0:
             return
         kv.extend(slot, start + count)
-        blocks = kv.table[slot, have : kv.lengths[slot]].tolist()
-        draft.diffs.extend((slot, have + i, block) for i, block in enumerate(blocks))
+        draft.diffs.extend(kv.entries(slot, have))
         self._add_row(draft, slot, start, count, count == rest)
         budget.spend(start, count)
 
@@ -284,20 +283,20 @@ class Scheduler:
         """Seat `request` and plan its first chunk. False: not now, and nobody behind it either."""
         kv, batch = self.kv, self.batch
         alone = batch.num_seated == 0
-        room = kv.available - batch.outstanding_blocks(kv.lengths)
+        room = kv.available - batch.outstanding_blocks(kv.lengths, kv.growth())
         if not alone and self._refused is not None and self._refused[0] is request and room <= self._refused[1]:
             return False
         reserve, most = self._expected_blocks(request)
         match = self._find_match(request)
         if not alone and self._underway(request, match, budget):
             return False
-        if reserve - len(match.blocks) > room - kv.num_idle(match):
+        if kv.needed(reserve, match) > room - kv.num_idle(match):
             if not alone:
                 self._refused = request, room
                 return False
             # A lone request is admitted in any case; held blocks go first, except those it forks from.
             source = self.life.fork_source(request)
-            while reserve - len(match.blocks) > kv.available - kv.num_idle(match) and self.life.give_up_held(source):
+            while kv.needed(reserve, match) > kv.available - kv.num_idle(match) and self.life.give_up_held(source):
                 pass
         self._refused = None
         return self._seat(draft, request, match, (reserve, most), budget, now, in_flight)
@@ -317,22 +316,24 @@ class Scheduler:
         fits = len(match.blocks) + kv.available - int(match.tail_block != NULL_BLOCK and kv.num_idle(match))
         if match.tail_block != NULL_BLOCK and fits <= len(match.blocks):
             start = shared
-            match = Match(match.blocks, match.chain, NULL_BLOCK, start, match.closed)
+            match = replace(match, tail_block=NULL_BLOCK, num_tokens=start)
             batch.scheduled[slot] = start
             fits = len(match.blocks) + kv.available
         count = min(count, fits * kv.block_size - start)
         if count <= 0:
             return self._unseat(request, in_flight)
-        copy = [kv.copy_tail(slot, match, draft.step)] if match.tail_block != NULL_BLOCK else []
+        copies = kv.copy_tail(slot, match, draft.step) if match.tail_block != NULL_BLOCK else []
         kv.extend(slot, start + count)
-        draft.copies.extend(copy)
+        draft.copies.extend(copies)
+        blocks_of_main, entries = kv.first_blocks(slot)
+        draft.diffs.extend(entries)
         self._add_row(draft, slot, start, count, start + count == known)
         draft.init.append(
             SlotInit(
                 slot=slot,
                 token_ids=np.array(request.tokens, np.int32),
                 num_prompt_tokens=request.num_prompt,
-                block_ids=kv.table[slot, : kv.lengths[slot]].copy(),
+                block_ids=blocks_of_main,
                 sampling=request.sampling,
                 index=request.index,
                 eos_token_ids=list(request.eos_token_ids),
@@ -414,6 +415,8 @@ class Scheduler:
         while kv.available < 1:
             if not self._swept:
                 self._swept = True
+                for slot in np.flatnonzero(batch.running).tolist() if kv.slides else ():
+                    life.slide(batch.occupant(slot))  # also those that siblings would fork from: they can do without
                 kv.free_duplicates()
                 continue
             if life.give_up_held():

@@ -65,6 +65,8 @@ class Settler:
         deltas = [*reports, *deltas] if reports else deltas
         if self.kv.prefix_caching:
             self._publish(plan, slots)
+        if self.kv.slides:
+            self._slide(slots[batch.live[slots]])
         return deltas
 
     def _report_prompts(self, slots: Slots, now: float) -> list[TokenDelta]:
@@ -234,3 +236,10 @@ class Settler:
         for slot, settled in zip(slots.tolist(), batch.settled[slots].tolist(), strict=True):
             request = batch.occupant(slot)
             self.kv.publish(slot, request.tokens, settled, request.extra_key)
+
+    def _slide(self, slots: Slots) -> None:
+        """Let go of what the windows of `slots` have left behind; not of what siblings are going to fork from."""
+        for slot in self.kv.behind_window(slots, self.batch.settled[slots]).tolist():
+            request = self.batch.occupant(slot)
+            if request.family is None or request.family.leader is not request or not request.family.unforked:
+                self.life.slide(request)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch.nn import functional as F
 
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
@@ -55,12 +56,27 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, routing: Routin
     return experts, weights * routing.scale
 
 
+class ExactRouter:
+    """A router that computes in float32: scores that differ by less than 16 bits can tell choose the same experts as in training."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """
+        Args:
+            weight: [experts, hidden] float32
+        """
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, experts] float32"""
+        return F.linear(x.to(self.weight.dtype), self.weight)
+
+
 class Moe:
     """Router, experts, and perhaps a shared expert that every token passes. Implements `layers.mlp.Mlp`."""
 
     def __init__(
         self,
-        router: Linear,
+        router: Linear | ExactRouter,
         correction: torch.Tensor | None,
         routing: Routing,
         gate_up: ExpertsWeight,

@@ -19,7 +19,7 @@ from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
-from octavo.weights.arrange import reordered, stacked, transposed, with_shape
+from octavo.weights.arrange import flattened, reordered, stacked, transposed, with_shape
 from octavo.weights.block_rows import block_rows
 from octavo.weights.divide import WHOLE, divided
 from octavo.weights.dummy import fill_dummy
@@ -120,6 +120,8 @@ class Assembly:
             stored = transposed(stored)
         if parameter.kind == "experts" and len(stored.shape) == 3:
             stored = stacked(stored)
+        if len(parameter.shape) == 1 and len(stored.shape) == 2 and parameter.parts:
+            stored = flattened(stored)
         if target.order is not None and isinstance(self._spec, ModelSpec):
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)

@@ -13,7 +13,7 @@ from octavo.layers.attention import Attention, QkNorm, WideQkNorm
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
-from octavo.layers.moe import Moe
+from octavo.layers.moe import ExactRouter, Moe
 from octavo.layers.norm import LayerNorm, Norm, RmsNorm
 from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
 from octavo.models.sharding import WHOLE_MODEL, Shard, shard_spec
@@ -312,14 +312,15 @@ def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, parts: _Parts) -> Mlp:
         up, down = (parts.linear(prefix + name) for name in ("gate_up", "down"))
         return GatedMlp(up, down, mlp.activation, parts.ops) if mlp.gated else PlainMlp(up, down, mlp.activation)
     tensors, experts = parts.weights.tensors, parts.weights.experts
+    gate_up_bias, down_bias = (tensors.get(f"{prefix}experts.{name}.bias") for name in ("gate_up", "down"))
     return Moe(
-        parts.linear(prefix + "router"),
+        ExactRouter(tensors[prefix + "router.weight"]) if mlp.exact_router else parts.linear(prefix + "router"),
         tensors.get(prefix + "router.correction"),
         mlp.routing,
         experts[prefix + "experts.gate_up.weight"],
         experts[prefix + "experts.down.weight"],
-        gate_up_bias=tensors.get(prefix + "experts.gate_up.bias"),
-        down_bias=tensors.get(prefix + "experts.down.bias"),
+        gate_up_bias=None if gate_up_bias is None else gate_up_bias.view(mlp.num_experts, -1),
+        down_bias=None if down_bias is None else down_bias.view(mlp.num_experts, -1),
         activation=mlp.activation,
         shared=_mlp(prefix + "shared.", MlpSpec(mlp.shared_size, mlp.activation), parts) if mlp.shared_size else None,
         shared_gate=parts.linear(prefix + "shared_gate") if mlp.shared_gate else None,

@@ -8,6 +8,7 @@ travels along as an argument. What each layer's attention needs (heads, scale, w
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from octavo.attention.prompt import PromptAttention
 from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.rope import RopeSpec
+from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
 
 _NAME = "octavo"
@@ -62,7 +64,12 @@ def _build(config: EngineConfig) -> Any:
             if "auto_map" in config.model.hf_config
             else ""
         )
-        raise UnsupportedModel(f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{own}")
+        near = difflib.get_close_matches(name, supported_architectures(), n=2)
+        meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise UnsupportedModel(
+            f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{own}{meant} Octavo's own: "
+            f"{', '.join(supported_architectures())}."
+        )
     if not getattr(cls, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name}: its implementation in transformers does not let its attention be swapped.")
     _register(transformers)

@@ -19,12 +19,14 @@ from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
-from octavo.layers.rope import FrequencyDivisors
+from octavo.layers.rope import FrequencyDivisors, LongRopeScaling, RopeScaling
 from octavo.models.assembly import Assembly
 from octavo.models.compiled import build_decoder, compilable
 from octavo.models.decoder import Model, Weights
 from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
+from octavo.models.gguf_names import gguf_targets
+from octavo.models.hf_config import HfConfig
 from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.sharding import Division, Shard
 from octavo.models.spec import ModelSpec
@@ -35,7 +37,7 @@ from octavo.quantization.on_the_fly import OnTheFly
 from octavo.quantization.pieces import Format
 from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf, rope_divisors
-from octavo.weights.mxfp4 import whole_experts
+from octavo.weights.mxfp4 import join_mxfp4
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import whole_weights
@@ -159,10 +161,15 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
     Raises:
         UnsupportedModel, CheckpointError, ConfigError: see `load_model`.
     """
-    gguf = _gguf(config.model.path, config.model.load_format)
+    gguf = open_header(config)
     if gguf is None:
         return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
     return *_gguf_spec(hf_config, gguf), gguf
+
+
+def open_header(config: EngineConfig) -> GgufFile | None:
+    """The GGUF file that the model of `config` comes from; None: it does not come from one."""
+    return _gguf(config.model.path, config.model.load_format)
 
 
 def fill(
@@ -184,7 +191,7 @@ def fill(
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
                 total, tensors = _stored(config.model.path, gguf, reader)
                 if form is not None and form.method == "mxfp4":
-                    tensors = whole_experts(tensors, assembly.device)
+                    tensors = join_mxfp4(tensors)
                 elif form is not None:
                     names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
                     tensors = whole_weights(tensors, names, form, assembly.device)
@@ -242,20 +249,48 @@ def _gguf(path: str, load_format: str) -> GgufFile | None:
 
 
 def _gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec, Family]:
-    """The spec, corrected by what only the tensors of a GGUF file tell: a head of its own, biases, rotary divisors."""
-    tied = "output.weight" not in gguf.tensors
-    spec, family = model_spec({**hf_config, "tie_word_embeddings": tied}, gguf.path)
+    """The spec, corrected by what only the tensors of a GGUF file tell (a head of its own, biases, rotary divisors), and the family
+    with the names of such files."""
+    tensors = gguf.tensors
+    spec, family = model_spec({**hf_config, "tie_word_embeddings": "output.weight" not in tensors}, gguf.path)
+    first = "blk.0."
     spec = replace(
         spec,
-        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
-        attention_out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        mlp=replace(spec.mlp, bias=any(name.endswith(".ffn_up.bias") for name in tensors)),
+        qkv_bias=any(f"{first}{name}.bias" in tensors for name in ("attn_q", "attn_qkv")),
+        attention_out_bias=f"{first}attn_output.bias" in tensors,
+        norm_bias="output_norm.bias" in tensors,
+        head_bias="output.bias" in tensors,
         norm_unit_offset=False,  # converters have added it
     )
-    if (divisors := rope_divisors(gguf)) is not None:
+    arch = str(gguf.metadata.get("general.architecture"))
+    return _with_divisors(spec, gguf, arch), replace(family, weights=gguf_targets(arch, tensors), prefix="")
+
+
+def _with_divisors(spec: ModelSpec, gguf: GgufFile, arch: str) -> ModelSpec:
+    """Rotary scalings that a GGUF file has as tensors: Llama 3.1's and LongRoPE's."""
+
+    def checked(name: str) -> tuple[float, ...] | None:
+        if (divisors := rope_divisors(gguf, name)) is None:
+            return None
         if len(divisors) != spec.rope.rotary_dim // 2 or not all(math.isfinite(d) and d > 0 for d in divisors):
-            raise CheckpointError(f"{gguf.path}: tensor rope_freqs.weight does not hold {spec.rope.rotary_dim // 2} positive numbers.")
-        spec = replace(spec, rope=replace(spec.rope, scaling=FrequencyDivisors(tuple(divisors))))
-    return spec, family
+            raise CheckpointError(f"{gguf.path}: tensor {name} does not hold {spec.rope.rotary_dim // 2} positive numbers.")
+        return tuple(divisors)
+
+    def scaled(scaling: RopeScaling) -> ModelSpec:
+        rope = replace(spec.rope, scaling=scaling)
+        return replace(spec, rope=rope, layer_ropes=tuple(rope if one == spec.rope else one for one in spec.layer_ropes))
+
+    if (divisors := checked("rope_freqs.weight")) is not None:
+        return scaled(FrequencyDivisors(divisors))
+    short, long = checked("rope_factors_short.weight"), checked("rope_factors_long.weight")
+    if short is None or long is None:
+        return spec
+    config = HfConfig(gguf.metadata, gguf.path)
+    trained = config.integer(f"{arch}.context_length")
+    original = config.integer(f"{arch}.rope.scaling.original_context_length", trained, minimum=2)
+    stretch = 1.0 if trained <= original else math.sqrt(1 + math.log(trained / original) / math.log(original))
+    return scaled(LongRopeScaling(short, long, original, config.number(f"{arch}.rope.scaling.attn_factor", stretch)))
 
 
 def too_large(config: EngineConfig, needed: int) -> str:

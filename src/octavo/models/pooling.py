@@ -19,9 +19,10 @@ from octavo.layers.mlp import activate
 from octavo.models.assembly import Assembly
 from octavo.models.decoder import Decoder
 from octavo.models.encoder import Encoder
-from octavo.models.encoder_spec import ENCODERS, encoder_parameters, encoder_spec
+from octavo.models.encoder_spec import ENCODERS, EncoderFamily, encoder_parameters, encoder_spec
 from octavo.models.families.base import Target
-from octavo.models.loader import Progress, fill, read_spec, too_large, weight_format
+from octavo.models.gguf_names import GGUF_BERT
+from octavo.models.loader import Progress, fill, open_header, read_spec, too_large, weight_format
 from octavo.models.registry import family_for, generating_architecture
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
@@ -151,11 +152,17 @@ def load_pooling_model(config: EngineConfig, ops: Ops, device: torch.device, pro
 
 def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device: torch.device, progress: Progress) -> PoolingModel:
     model, dtype = config.model, _dtype(config)
-    spec, family = encoder_spec(model.hf_config, os.path.join(model.path, "config.json"), labels=len(pooling.labels))
+    gguf = open_header(config)
+    where = os.path.join(model.path, "config.json") if gguf is None else gguf.path
+    spec, family = encoder_spec(model.hf_config, where, labels=len(pooling.labels))
+    if gguf is not None:
+        if "token_types.weight" not in gguf.tensors:
+            spec = replace(spec, token_types=0)
+        family = EncoderFamily((), GGUF_BERT, r"^cls(\.|_)|^pooler")
     needed = _check_size(config, encoder_parameters(spec), dtype)
     form, on_the_fly = weight_format(config)
     assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored, on_the_fly=on_the_fly)
-    encoder = Encoder(spec, fill(assembly, config, None, needed, progress, form), ops)
+    encoder = Encoder(spec, fill(assembly, config, gguf, needed, progress, form), ops)
     return PoolingModel(encoder, pooling, causal=False, dense=_dense_layers(pooling.dense, spec.hidden_size, dtype, device), device=device)
 
 

@@ -75,7 +75,10 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         if any(name in family.architectures for name in names):
             return family
     given = ", ".join(map(str, names)) or f"none given, model_type {hf_config.get('model_type')!r}"
-    raise UnsupportedModel(f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}.")
+    raise UnsupportedModel(
+        f"Architecture {given} is not supported. Supported: {', '.join(supported_architectures())}. Others may run through the installed "
+        "transformers: --model-impl transformers (or auto)."
+    )
 
 
 def generating_architecture(name: str) -> str | None:
@@ -96,4 +99,8 @@ def model_spec(hf_config: Mapping[str, Any], where: str = "config.json") -> tupl
         CheckpointError: a config value that is missing or impossible.
     """
     family = family_for(hf_config)
+    quantization = hf_config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    if method == "mxfp4" and method not in family.quantizations:
+        raise UnsupportedModel(f"{where}: weights in MXFP4 are read of gpt-oss alone. Use the unquantised checkpoint, or a GGUF file.")
     return family.spec(HfConfig(hf_config, where)), family

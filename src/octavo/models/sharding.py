@@ -241,16 +241,17 @@ class Division:
             if part is not None:
                 expert, dot, rest = part.partition(".")
                 return Piece(WHOLE, f"{int(expert) - int(mine[0])}{dot}{rest}") if int(expert) in mine else None
-            each = 1 if bias else parameter.shape[0] // count
+            each = parameter.shape[0] // count
             return Piece(Part(rows=(mine[:, None] * each + np.arange(each)).reshape(-1)))
         share = self._share(inner)
-        both = np.concatenate((share, inner + share))
         if name.startswith("experts.down"):
-            if bias:
-                return Piece(WHOLE) if self.shard.rank == 0 else Piece(Part(rows=np.zeros(0, np.int64)), pad=count)
-            return Piece(Part(columns=share), part)
-        if bias:
-            return Piece(Part(columns=both))
+            if not bias:
+                return Piece(Part(columns=share), part)
+            if self.shard.rank == 0:
+                return Piece(WHOLE, part)
+            start, stop = parameter.parts[part] if part is not None else (0, parameter.shape[0])
+            return Piece(Part(rows=np.zeros(0, np.int64)), part, pad=stop - start)
         if part is not None:
             return Piece(Part(rows=share), part)
+        both = np.concatenate((share, inner + share))
         return Piece(Part(rows=(np.arange(count)[:, None] * 2 * inner + both).reshape(-1)))

@@ -39,6 +39,8 @@ class MoeSpec:
     router_bias: bool = False
     correction: bool = False
     """The router has a bias for the choice alone."""
+    exact_router: bool = False
+    """The router computes in float32 whatever the model's dtype is."""
     shared_size: int = 0
     """Of a gated block that every token passes besides; 0: there is none."""
     shared_gate: bool = False
@@ -218,11 +220,14 @@ def _attention_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
 def _latent_parameters(spec: ModelSpec, latent: LatentSpec, prefix: str) -> list[Parameter]:
     hidden, heads = spec.hidden_size, spec.num_heads
     q_rows, up_rows = heads * (latent.nope_dim + latent.rope_dim), heads * (latent.nope_dim + latent.value_dim)
+    each = latent.nope_dim + latent.value_dim
+    halves = {f"{h}.k": (h * each, h * each + latent.nope_dim) for h in range(heads)}
+    halves |= {f"{h}.v": (h * each + latent.nope_dim, (h + 1) * each) for h in range(heads)}
     out = [
         Parameter(prefix + "q.weight", (q_rows, latent.q_rank or hidden), "linear"),
         Parameter(prefix + "kv_down.weight", (latent.kv_rank + latent.rope_dim, hidden), "linear"),
         Parameter(prefix + "kv_norm", (latent.kv_rank,), "norm"),
-        Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table"),
+        Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table", halves),
         Parameter(prefix + "attention_out.weight", (hidden, heads * latent.value_dim), "linear"),
     ]
     if latent.q_rank:
@@ -250,7 +255,7 @@ def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
     ups = {f"{e}.up": ((2 * e + 1) * inner, (2 * e + 2) * inner) for e in range(count)}
     downs = {str(e): (e * hidden, (e + 1) * hidden) for e in range(count)}
     out = [
-        Parameter(prefix + "router.weight", (moe.routed or count, hidden), "linear"),
+        Parameter(prefix + "router.weight", (moe.routed or count, hidden), "exact" if moe.exact_router else "linear"),
         Parameter(prefix + "experts.gate_up.weight", (count * 2 * inner, hidden), "experts", gates | ups),
         Parameter(prefix + "experts.down.weight", (count * hidden, inner), "experts", downs),
     ]
@@ -259,8 +264,8 @@ def _moe_parameters(moe: MoeSpec, hidden: int, prefix: str) -> list[Parameter]:
     if moe.correction:
         out.append(Parameter(prefix + "router.correction", (moe.routed or count,), "exact"))
     if moe.bias:
-        out.append(Parameter(prefix + "experts.gate_up.bias", (count, 2 * inner), "bias"))
-        out.append(Parameter(prefix + "experts.down.bias", (count, hidden), "bias"))
+        out.append(Parameter(prefix + "experts.gate_up.bias", (count * 2 * inner,), "bias", gates | ups))
+        out.append(Parameter(prefix + "experts.down.bias", (count * hidden,), "bias", downs))
     if moe.shared_size:
         out += _mlp_parameters(MlpSpec(moe.shared_size, moe.activation), hidden, prefix + "shared.")
     if moe.shared_gate:

@@ -26,7 +26,7 @@ class SlotInit(msgspec.Struct):
     """A request enters a slot (first admission, or resume after preemption).
 
     `token_ids` are all known tokens: the prompt, then `len(token_ids) - num_prompt_tokens` outputs. `block_ids` is its whole
-    block table so far (shared prefix blocks, a copied partial block, fresh ones).
+    block table so far (shared prefix blocks, a copied partial block, fresh ones), of the first kind of cache.
     """
 
     slot: int
@@ -66,7 +66,7 @@ class StepPlan(msgspec.Struct):
     count: Int32
     sample: Bool
     table_slots: Int32
-    """Block-table diffs: block_table[table_slots[i], table_index[i]] = table_blocks[i]."""
+    """Block-table diffs, also of slots in `init`: block_table[table_slots[i], table_index[i]] = table_blocks[i]."""
     table_index: Int32
     table_blocks: Int32
     copy_src: Int32
@@ -100,10 +100,37 @@ class StepResult(msgspec.Struct):
     """Device time of the step, for the scheduler's learned step-time model."""
 
 
+SPARE_BLOCKS = 3
+"""Beyond those that hold a window: it begins and ends inside a block, and the sequence goes on in a new one."""
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Blocks with which a sequence of any length can go on, in layers with a window."""
+    return -(-window // block_size) + SPARE_BLOCKS
+
+
+class CacheKind(msgspec.Struct):
+    """A second kind of cache: for layers with a sliding window, in a model whose other layers see everything.
+
+    Its blocks and its part of each slot's block table are numbered behind those of the first kind. A table entry 0 is no block.
+    """
+
+    num_blocks: int
+    """Including a null block of its own."""
+    bytes_per_block: int
+    window: int
+    """Of the layer that sees most."""
+    first_block: int
+    first_column: int
+
+
 class CacheShape(msgspec.Struct):
-    """What the worker measured, and the core builds its pool from."""
+    """What the worker measured, and the core builds its pools from."""
 
     num_blocks: int
     """Physical blocks including the reserved null block 0."""
     block_size: int
     bytes_per_block: int
+    window: int | None = None
+    """Every layer sees at most so many tokens, the last one included: older blocks are let go of."""
+    sliding: CacheKind | None = None

@@ -38,6 +38,15 @@ def stacked(stored: StoredTensor) -> StoredTensor:
     return replace(stored, shape=(count * rows, columns), copy_into=copy_into, copy_region=None, encoded=None, raw=None)
 
 
+def flattened(stored: StoredTensor) -> StoredTensor:
+    """Several vectors as one, end to end."""
+
+    def copy_into(destination: torch.Tensor) -> None:
+        stored.copy_into(destination.view(stored.shape))
+
+    return replace(stored, shape=(math.prod(stored.shape),), copy_into=copy_into, copy_region=None, encoded=None, raw=None)
+
+
 def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTensor:
     """Row i of the result is row `order[i]` of what is stored; of its elements, where `order` has one entry for each.
 

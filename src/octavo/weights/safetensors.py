@@ -98,7 +98,9 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
                     begin = None if reader is None or dtype not in _CODES else begins[name]
                     raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
                     nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
-                    yield StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
+                    # packed numbers are for those who ask for bytes
+                    copy = _byte_copier(file, name, path) if dtype == "U8" else _refuser(name, dtype, path)
+                    yield StoredTensor(name, shape, nbytes, path, copy, raw=raw, dtype=_CODES.get(dtype))
                     continue
                 nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
                 copy = _copier(file, name, path)
@@ -122,6 +124,15 @@ def _read(file: Any, name: str, path: str) -> torch.Tensor:
 def _refuser(name: str, dtype: str, path: str) -> Callable[[torch.Tensor], None]:
     def copy_into(destination: torch.Tensor) -> None:
         raise CheckpointError(f"{path}: tensor {name} has dtype {dtype}; weights must be one of {', '.join(_DTYPES)}.")
+
+    return copy_into
+
+
+def _byte_copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
+    def copy_into(destination: torch.Tensor) -> None:
+        if destination.dtype != torch.uint8:
+            _refuser(name, "U8", path)(destination)
+        destination.copy_(_read(file, name, path))
 
     return copy_into
 

@@ -16,7 +16,7 @@ class StoredTensor:
     """Reading is left to `copy_into`, so that at any time about one copy of the weights is in memory."""
 
     name: str
-    """As a Hugging Face checkpoint of this architecture calls it."""
+    """As the checkpoint calls it."""
     shape: tuple[int, ...]
     nbytes: int
     """As stored."""

@@ -25,6 +25,8 @@ def gather_inputs(plan: StepPlan, tables: SlotTables, wanted: Int32 | None = Non
 
     num_blocks = -(-plan.max_context // (4 * tables.block_size)) * 4  # rows of a slice stay at multiples of 16 bytes
     block_tables = tables.blocks[:, :num_blocks].index_select(0, slots)
+    first = tables.first_column
+    sliding = tables.blocks[:, first : first + num_blocks].index_select(0, slots) if tables.two_kinds else None
     token = torch.arange(plan.num_tokens, device=tables.device)
     if num_decodes == len(count):
         row_of_token, positions = token, start.long()
@@ -46,4 +48,5 @@ def gather_inputs(plan: StepPlan, tables: SlotTables, wanted: Int32 | None = Non
         context_lens=start + counts,
         shared=tables.leading.shared(plan.slots[:num_decodes]),
         cpu_wanted=wanted,
+        sliding_tables=sliding,
     )

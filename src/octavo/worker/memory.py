@@ -16,6 +16,7 @@ from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.spec import ModelSpec
+from octavo.protocol.step import window_blocks
 from octavo.worker.slots import SlotTables
 
 CPU_CACHE_BYTES = 4 * 2**30
@@ -60,21 +61,45 @@ class CacheSize:
     """Including the null block."""
     max_model_len: int
     warnings: tuple[str, ...] = ()
+    sliding_blocks: int = 0
+    """Of the second kind of cache, if there is one."""
 
 
-def size_cache(config: EngineConfig, budget: Budget, bytes_per_block: int) -> CacheSize:
+@dataclass(frozen=True)
+class SlidingKind:
+    """What the size of a second kind of cache follows from."""
+
+    window: int
+    bytes_per_block: int
+
+
+def size_cache(
+    config: EngineConfig, budget: Budget, bytes_per_block: int, window: int | None = None, sliding: SlidingKind | None = None
+) -> CacheSize:
     """How many blocks to allocate, and the longest sequence that they allow.
+
+    A second kind gets twice what its windows can take when as many requests run as may, and never more blocks than the first.
+
+    Args:
+        bytes_per_block, window: of the first kind.
 
     Raises:
         ConfigError: max_model_len does not fit; says which length does, and which setting would make it fit.
     """
     cache, block_size, length = config.cache, config.cache.block_size, config.model.max_model_len
+    most = 0 if sliding is None else _most_sliding_blocks(config, sliding.window)
+    longest = -(-length // block_size)
+    if window is not None:
+        longest = min(longest, window_blocks(window, block_size))
     if cache.num_blocks_override is not None:
-        room = (cache.num_blocks_override - 1) * block_size
-        if room < length and not config.model.auto_max_model_len:
-            warning = f"The KV cache is set to {cache.num_blocks_override} blocks: no request can have more than {room} tokens."
-            return CacheSize(cache.num_blocks_override, length, (warning,))
-        return CacheSize(cache.num_blocks_override, min(length, max(1, room)))
+        num_blocks, second = cache.num_blocks_override, min(cache.num_blocks_override, most)
+        room = (num_blocks - 1) * block_size
+        if num_blocks - 1 >= longest:
+            return CacheSize(num_blocks, length, sliding_blocks=second)
+        if not config.model.auto_max_model_len:
+            warning = f"The KV cache is set to {num_blocks} blocks: no request can have more than {room} tokens."
+            return CacheSize(num_blocks, length, (warning,), second)
+        return CacheSize(num_blocks, min(length, max(1, room)), sliding_blocks=second)
 
     warnings: tuple[str, ...] = ()
     available = budget.cache
@@ -85,17 +110,31 @@ def size_cache(config: EngineConfig, budget: Budget, bytes_per_block: int) -> Ca
             )
         available = cache.memory_bytes
     num_blocks = max(0, available) // bytes_per_block
+    if sliding is not None:
+        num_blocks = max(0, available) // (bytes_per_block + sliding.bytes_per_block)
+        if num_blocks > most:
+            num_blocks = (available - most * sliding.bytes_per_block) // bytes_per_block
     if config.device.kind == "cpu" and cache.memory_bytes is None:
         # On a CPU more than all requests at their longest would only take memory from others.
         num_blocks = min(num_blocks, 1 + config.scheduler.max_num_seqs * -(-length // block_size))
 
-    needed = 1 + -(-length // block_size)
+    needed = 1 + longest
     if num_blocks >= needed:
-        return CacheSize(num_blocks, length, warnings)
+        return CacheSize(num_blocks, length, warnings, min(num_blocks, most))
     fits = max(0, (num_blocks - 1) * block_size)
     if config.model.auto_max_model_len and fits > 0:
-        return CacheSize(num_blocks, fits, (*warnings, f"max_model_len is {fits}: what the KV cache has room for ({length} asked)."))
-    raise ConfigError(_does_not_fit(config, budget, available, needed * bytes_per_block, fits))
+        warnings = (*warnings, f"max_model_len is {fits}: what the KV cache has room for ({length} asked).")
+        return CacheSize(num_blocks, fits, warnings, min(num_blocks, most))
+    needed_bytes = needed * bytes_per_block + (min(needed, most) * sliding.bytes_per_block if sliding is not None else 0)
+    raise ConfigError(_does_not_fit(config, budget, available, needed_bytes, fits))
+
+
+def _most_sliding_blocks(config: EngineConfig, window: int) -> int:
+    """Blocks that all running requests together can need in layers with a window: theirs, and those of the steps on their way.
+    And as many again for what the prefix cache keeps."""
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    steps = (1 + scheduler.inflight) * -(-scheduler.max_num_batched_tokens // block_size)
+    return 1 + 2 * scheduler.max_num_seqs * window_blocks(window, block_size) + steps
 
 
 def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: int, fits: int) -> str:
@@ -120,14 +159,12 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
     return text
 
 
-def cannot_allocate(config: EngineConfig, budget: Budget, size: CacheSize, bytes_per_block: int) -> str:
+def cannot_allocate(config: EngineConfig, budget: Budget, num_blocks: int, cache_bytes: int) -> str:
     """What to tell the user whose system refused a cache of this size."""
     free = max(0, budget.cache)
-    text = (
-        f"A KV cache of {format_bytes(size.num_blocks * bytes_per_block)} cannot be allocated: about {format_bytes(free)} are free for it. "
-    )
+    text = f"A KV cache of {format_bytes(cache_bytes)} cannot be allocated: about {format_bytes(free)} are free for it. "
     if config.cache.num_blocks_override is not None:
-        return text + f"Lower --num-gpu-blocks-override to {free // bytes_per_block} or less."
+        return text + f"Lower --num-gpu-blocks-override to {free * num_blocks // cache_bytes} or less."
     if config.cache.memory_bytes is None:
         return text + "Free memory, or lower --gpu-memory-utilization."
     if config.device.kind == "cpu":

@@ -32,15 +32,18 @@ class SlotTables:
     to is in its slot's row.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device, *, two_kinds: bool = False) -> None:
         self.device = device
         self.block_size = block_size
         self.num_slots = num_slots
         width = max_model_len + SLACK_TOKENS
         self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
         """[slots, max_model_len + slack]"""
-        self.blocks = torch.zeros(num_slots, _table_width(width, block_size), dtype=torch.int32, device=device)
-        """[slots, max_blocks]; the null block 0 past the request's own."""
+        self.first_column = _table_width(width, block_size)
+        """Of the second kind of cache, if there is one."""
+        self.two_kinds = two_kinds
+        self.blocks = torch.zeros(num_slots, self.first_column * (1 + two_kinds), dtype=torch.int32, device=device)
+        """[slots, max_blocks, or twice as many]; the null block 0 past the request's own."""
         self.leading = LeadingBlocks(num_slots, block_size)
 
     @staticmethod

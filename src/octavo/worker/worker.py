@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.attention.base import AttentionBackend, GraphAttention, GraphShape
-from octavo.attention.select import attention_class, make_attention
+from octavo.attention.select import attention_class, layout_of, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
@@ -24,7 +24,7 @@ from octavo.models.loader import load_model
 from octavo.ops.registry import Draw, Ops, load_ops
 from octavo.parallel.group import ONE_RANK, Ranks
 from octavo.protocol.engine import EngineReady, Phase
-from octavo.protocol.step import CacheShape, StepPlan, StepResult
+from octavo.protocol.step import CacheKind, CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.diagnosis import Diagnosis
@@ -34,6 +34,7 @@ from octavo.worker.memory import (
     CacheSize,
     CudaMemory,
     GraphMemory,
+    SlidingKind,
     activation_bound,
     cannot_allocate,
     cpu_budget,
@@ -95,19 +96,16 @@ class Worker:
             self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
             self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline)
         layers, block_size = self._model.layer_specs, config.cache.block_size
+        self._layout = layout_of(config, layers, self._model.spec.layer_specs, compiled=isinstance(self._model, CompiledDecoder))
         with self._phase("tables"):
-            scheduler = config.scheduler
-            self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device)
+            scheduler, two_kinds = config.scheduler, bool(self._layout.sliding)
+            self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device, two_kinds=two_kinds)
             self._state = SamplerState(scheduler.max_num_seqs, self._device)
             processed = config.model.logprobs_mode == "processed_logprobs"
             self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._draw())
         with self._phase("memory"):
-            bytes_per_block = attention_class(config, layers).bytes_per_block(layers, block_size, self._cache_dtype)
             budget = self._measure()
-            blocks = ranks.smallest(budget.cache // bytes_per_block)
-            budget = dataclasses.replace(budget, cache=blocks * bytes_per_block)
-            size = size_cache(config, budget, bytes_per_block)
-            self._shape = CacheShape(size.num_blocks, block_size, bytes_per_block)
+            size, self._shape = self._size_cache(budget)
         with self._phase("cache"):
             self._attention = self._allocate_cache(size, budget)
         with self._phase("graphs"):
@@ -235,19 +233,44 @@ class Worker:
         self._phases.append(Phase(name, seconds))
         logger.info("Start: %s took %.2f s", name, seconds)
 
-    def _make_attention(self, num_blocks: int) -> AttentionBackend:
-        return make_attention(self._config, self._model.layer_specs, num_blocks, self._device, self._model.kv_scales)
+    def _size_cache(self, budget: Budget) -> tuple[CacheSize, CacheShape]:
+        layers, layout, block_size = self._model.layer_specs, self._layout, self._config.cache.block_size
+        kernels = attention_class(self._config, layers)
+
+        def block_bytes(members: tuple[int, ...]) -> int:
+            return int(kernels.bytes_per_block(tuple(layers[i] for i in members), block_size, self._cache_dtype))
+
+        first, second = block_bytes(layout.first), SlidingKind(layout.sliding_window, block_bytes(layout.sliding))
+        size = size_cache(self._config, budget, first, layout.window, second if layout.sliding else None)
+        everywhere = self._ranks.smallest
+        size = dataclasses.replace(
+            size,
+            num_blocks=everywhere(size.num_blocks),
+            sliding_blocks=everywhere(size.sliding_blocks),
+            max_model_len=everywhere(size.max_model_len),
+        )
+        kind = CacheKind(size.sliding_blocks, second.bytes_per_block, second.window, size.num_blocks, self._tables.first_column)
+        return size, CacheShape(size.num_blocks, block_size, first, layout.window, kind if layout.sliding else None)
+
+    def _make_attention(self, num_blocks: int, sliding_blocks: int) -> AttentionBackend:
+        model = self._model
+        return make_attention(self._config, model.layer_specs, self._layout, num_blocks, sliding_blocks, self._device, model.kv_scales)
 
     def _allocate_cache(self, size: CacheSize, budget: Budget) -> AttentionBackend:
         """The attention backend with the whole cache. A size that was asked for may be more than the system gives."""
         try:
-            attention: AttentionBackend = self._make_attention(size.num_blocks)
+            attention: AttentionBackend = self._make_attention(size.num_blocks, size.sliding_blocks)
             return attention
         except (RuntimeError, MemoryError) as e:
             # On a CPU torch has no class of its own for this, only words.
             if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):
                 raise
-            raise ConfigError(cannot_allocate(self._config, budget, size, self._shape.bytes_per_block)) from None
+            raise ConfigError(cannot_allocate(self._config, budget, size.num_blocks, self._cache_bytes)) from None
+
+    @property
+    def _cache_bytes(self) -> int:
+        shape, second = self._shape, self._shape.sliding
+        return shape.num_blocks * shape.bytes_per_block + (second.num_blocks * second.bytes_per_block if second is not None else 0)
 
     def _make_graphs(self, attention: AttentionBackend, shapes: Sequence[GraphShape]) -> StepGraphs | None:
         """What captures steps with this cache, nothing captured yet; None where the device or the settings rule it out."""
@@ -285,7 +308,7 @@ class Worker:
         if self._device.type == "cpu":
             itemsize = getattr(torch, config.model.dtype).itemsize
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
-        attention = self._make_attention(PROFILE_BLOCKS)
+        attention = self._make_attention(PROFILE_BLOCKS, PROFILE_BLOCKS)
         self._compile_ahead(attention)
         torch.cuda.reset_peak_memory_stats(self._device)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
@@ -358,7 +381,8 @@ class Worker:
             max_model_len=size.max_model_len,
             vocab_size=self._model.spec.vocab_size,
             weights_bytes=budget.weights,
-            cache_bytes=shape.num_blocks * shape.bytes_per_block,
+            cache_bytes=self._cache_bytes,
+            window=shape.window,
             activation_bytes=budget.activations,
             total_bytes=budget.total,
             other_bytes=budget.other,

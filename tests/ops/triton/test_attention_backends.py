@@ -138,3 +138,22 @@ def test_a_float8_cache_holds_twice_the_tokens() -> None:
         assert backend.supports(LAYERS, torch.bfloat16, FLOAT8)
         assert not backend.supports(LAYERS, torch.float32, FLOAT8)
         assert not backend.supports((LayerSpec(2, 2, 8, 1.0),), HALF, HALF)
+
+
+@backends
+def test_what_lies_before_the_window_is_not_read(make: Make, device: torch.device) -> None:
+    """Blocks that a window has left behind belong to others, and may hold anything: further back than is declared, nothing is loaded."""
+    context, window = 600, 9
+    layer = LayerSpec(2, 1, 16, 0.25, sliding_window=window)
+    kind = type(make(HALF, device, None))
+    options = {"model_dtype": HALF} if kind is TritonAttention else {}
+    backend = kind((layer,), context // BLOCK + 2, BLOCK, HALF, device, **options)
+    table = torch.arange(1, context // BLOCK + 1, dtype=torch.int32).view(1, -1)
+    for start, count in ((context - 1, 1), (context - 6, 6)):
+        batch = on(step_batch([start], [count], table, BLOCK), device)
+        backend.cache.of(0).fill_(1.0)
+        left_behind = (start + 1 - window - kind.reads_before_window) // BLOCK
+        assert left_behind > 10
+        backend.cache.of(0)[:, 1 : left_behind + 1] = float("nan")
+        out = backend.plan(batch)(0, *inputs(batch, layer, 1, device))
+        assert out.isfinite().all()

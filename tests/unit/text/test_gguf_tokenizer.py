@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,3 +155,92 @@ def test_what_cannot_be_read_is_said(changes: dict[str, Any], error: type[Except
 def test_sentencepiece_needs_scores() -> None:
     with pytest.raises(CheckpointError, match="score"):
         gguf_vocabulary(sentencepiece_metadata(**{"tokenizer.ggml.scores": None}), "m.gguf")
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##s", "##ly", "wor", "##ld", "cafe", "1", "##2", "!", ","]
+
+
+def word_piece_metadata() -> dict[str, Any]:
+    """As converters write BERT's: a word begins with U+2581, what continues one has lost its ##."""
+    tokens = [t if t.startswith("[") else t[2:] if t.startswith("##") else "▁" + t for t in WORDS]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "jina-v2-en",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if t.startswith("[") else 1 for t in WORDS],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.seperator_token_id": 3,
+        "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+
+
+@pytest.mark.parametrize("text", ["Hello worlds!", "café, WORLDLY", "hello 12 unknownword", "日本 hello", "", "hello[MASK]world"])
+def test_word_pieces_equal_berts(text: str) -> None:
+    expected = tokenizers.Tokenizer(tokenizers.models.WordPiece({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    expected.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    expected.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    expected.add_special_tokens([w for w in WORDS if w.startswith("[")])
+    vocabulary = gguf_vocabulary(word_piece_metadata(), "x")
+    assert vocabulary.tokenizer.encode(text, add_special_tokens=False).ids == expected.encode(text).ids
+    assert (vocabulary.prefix, vocabulary.suffix) == ([2], [3])
+    pair = vocabulary.tokenizer.encode(text, "world")
+    assert pair.ids == [2, *expected.encode(text).ids, 3, 6, 3]
+    assert pair.type_ids[-2:] == [1, 1]
+
+
+REAL = os.environ.get("OCTAVO_REAL_TOKENIZERS", "")
+"""A folder with folders of real tokenizer.json files, named as below; they are too large to be kept with the tests."""
+HARD_PARTS = [
+    "a", "Z", "é", "ß", "İ", "ǅ", "日", "本", "한", "안", "ไ", "ท", "ย", "ا", "ל", "1", "23", "4567", " ", "  ", "\t", "\n", "\r\n", "\n\n",
+    "'", "'s", "'LL", "’s", "!", "...", "--", "/", "://", "<", "{", "😀", "👩‍👩‍👧", "\u0301", "\u200d", "\u3000", "\xa0", "_", "==",
+    "Hello", "WORLD", "camelCase", "ing", "٣", "Ⅷ", "½", "²",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not REAL, reason="OCTAVO_REAL_TOKENIZERS names no folder of real tokenizers")
+@pytest.mark.parametrize(
+    ("name", "pre"), [("qwen3", "qwen2"), ("llama3_1", "llama-bpe"), ("gptoss", "gpt-4o"), ("deepseek_v3", "deepseek-v3"), ("gemma3", "")]
+)
+def test_real_vocabularies_give_the_ids_of_their_own_tokenizers(name: str, pre: str) -> None:
+    path = Path(REAL) / name / "tokenizer.json"
+    expected = tokenizers.Tokenizer.from_file(str(path))
+    metadata = gguf_metadata_of(json.loads(path.read_text()), pre)
+    ours = gguf_vocabulary(metadata, "x").tokenizer
+    rng = random.Random(1)
+    for _ in range(3000):
+        text = "".join(rng.choice(HARD_PARTS) for _ in range(rng.randint(1, 25)))
+        ids = expected.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == ids, text
+        assert ours.decode(ids) == expected.decode(ids), text
+
+
+def gguf_metadata_of(written: dict[str, Any], pre: str) -> dict[str, Any]:
+    """What a converter makes of a tokenizer.json; with `pre` "", of one that was made from SentencePiece."""
+    model, added = written["model"], written["added_tokens"]
+    vocab = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
+    tokens = [f"[PAD{i}]" for i in range(max(vocab.values()) + 1)]
+    types = [5] * len(tokens)
+    for token, i in vocab.items():
+        tokens[i], types[i] = token, 6 if re.fullmatch("<0x[0-9A-F]{2}>", token) else 1
+    for token in added:
+        types[token["id"]] = 3 if token["special"] else 4
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    if pre:
+        return {
+            **metadata,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        }
+    scores = [0.0] * len(tokens)
+    for rank, (left, right) in enumerate(merges, 1):
+        scores[vocab[left + right]] = scores[vocab[left + right]] or -float(rank)
+    return {
+        **metadata,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.unknown_token_id": vocab[model["unk_token"]],
+        "tokenizer.ggml.add_space_prefix": False,
+    }

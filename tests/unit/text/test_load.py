@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_other_formats_need_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    (tmp_path / "vocab.txt").write_text("[UNK]")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="pip install transformers"):
         load(tmp_path)

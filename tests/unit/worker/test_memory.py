@@ -115,7 +115,7 @@ def test_cpu_budget_leaves_half_and_caps_the_default(monkeypatch: pytest.MonkeyP
 def test_a_refused_allocation_names_the_setting_and_a_value_that_fits(settings: dict[str, int | None], flag: str, most: int) -> None:
     config = engine_config(max_model_len=64, block_size=16, **settings)
     size = size_cache(config, budget(20 * MIB), BLOCK_BYTES)
-    text = cannot_allocate(config, budget(20 * MIB), size, BLOCK_BYTES)
+    text = cannot_allocate(config, budget(20 * MIB), size.num_blocks, size.num_blocks * BLOCK_BYTES)
     assert "8.8 GiB cannot be allocated: about 20.0 MiB are free" in text
     assert flag in text
     assert f" to {most}" in text

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.checkpoint.gguf_file import gguf_hf_config, read_gguf
+from octavo.checkpoint.gguf_config import gguf_hf_config
+from octavo.checkpoint.gguf_file import read_gguf
 from octavo.config.types import EngineConfig
 from octavo.protocol.params import SamplingParams
 from octavo.worker.worker import Worker

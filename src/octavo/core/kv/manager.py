@@ -1,153 +1,177 @@
-"""Block tables: which physical blocks hold each running sequence, and how sequences share them.
+"""The KV cache as the core sees it: sequences in slots, over one or two kinds of cache.
 
-Owns the block table of every slot, the prefix tree and the pool, and decides when a block is free. Everything that holds a block
-holds a reference: a block table, a `Holding` (a sequence that ended but may be forked), a pin (the source of a copy the device has
-not made yet). A request whose own block duplicates a cached one also references the cached one, which keeps the tree's invariant
-(every ancestor of a referenced node is referenced) and therefore makes *evictable = unreferenced*.
+A kind is a set of layers that need the same tokens, with a pool, a tree and tables of its own (`tables.py`). Most models have one.
+Where some layers have a sliding window and others see everything, the former are a second kind, whose blocks are let go of behind the
+window. All kinds agree on which tokens a sequence has: tables grow together, and a match is what every kind can give.
 
-Writes are exclusive by construction: a sequence starts behind its shared full blocks, or inside a private copy of a partly matching
-one (copy-on-write), and only ever appends. So the steady state needs no check before a write.
+The first kind decides about admission. The second is made large enough for what can run at once; should it run out all the same, the
+scheduler makes room as it does for the first.
+
+Workers know one table a slot, and one space of block numbers: those of the second kind begin at `CacheKind.first_block`, and its part
+of the table at `CacheKind.first_column`.
 """
 
 from __future__ import annotations
 
-import logging
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool, OutOfBlocks
-from octavo.core.kv.prefix_tree import Node, PrefixTree, common_tokens
-from octavo.protocol.step import Int32
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Match:
-    """KV that exists already for the first `num_tokens` tokens of a request."""
-
-    blocks: list[int] = field(default_factory=list)
-    """Full blocks to share."""
-    chain: list[Node] = field(default_factory=list)
-    """Tree nodes of the first `len(chain)` of them."""
-    tail_block: int = NULL_BLOCK
-    """Block to copy, when the match ends inside a block."""
-    num_tokens: int = 0
-    closed: bool = False
-    """The blocks predate a cache reset: what is built on them must not enter the tree."""
-
-
-@dataclass
-class BlockRun:
-    """The blocks of one sequence outside of any slot: `length` tokens of KV, of which `tokens` are the ids."""
-
-    tokens: array[int]
-    length: int
-    blocks: list[int]
-    chain: list[Node]
-    closed: bool
+from octavo.core.kv.block_pool import BlockPool, OutOfBlocks
+from octavo.core.kv.prefix_tree import PrefixTree, common_tokens
+from octavo.core.kv.tables import BlockRun, BlockTables, Match
+from octavo.protocol.step import CacheShape, Int32, window_blocks
 
 
 class KVManager:
-    """Block tables of `max_seqs` slots over one pool."""
+    """Block tables of `max_seqs` slots."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
-        self.block_size = block_size
+    def __init__(self, shape: CacheShape, max_seqs: int, max_model_len: int, prefix_caching: bool) -> None:
+        self.block_size = shape.block_size
         self.prefix_caching = prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(block_size)
-        self.table: Int32 = np.zeros((max_seqs, -(-max_model_len // block_size)), np.int32)
-        """[slots, blocks of the longest sequence], padded with the null block."""
-        self.lengths: Int32 = np.zeros(max_seqs, np.int32)
-        """[slots] blocks in use in each row of the table."""
-        self.published: Int32 = np.zeros(max_seqs, np.int32)
-        """[slots] leading full blocks that have a node in the tree."""
-        self.copies = 0
-        self._chains: list[list[Node]] = [[] for _ in range(max_seqs)]
-        self._closed = [False] * max_seqs
-        self._pins: list[tuple[int, int]] = []
+        sizes = [(shape.num_blocks, shape.window)]
+        self._offsets = [(0, 0)]
+        """Of each kind: what is added to its columns and to its blocks, for the workers."""
+        if (kind := shape.sliding) is not None:
+            sizes.append((kind.num_blocks, kind.window))
+            self._offsets.append((kind.first_column, kind.first_block))
+        self.kinds = tuple(
+            BlockTables(blocks, shape.block_size, max_seqs, max_model_len, prefix_caching, window) for blocks, window in sizes
+        )
+        self._main = self.kinds[0]
+        self._others = self.kinds[1:]
 
-    # Figures
+    # Figures of the first kind
+
+    @property
+    def pool(self) -> BlockPool:
+        return self._main.pool
+
+    @property
+    def tree(self) -> PrefixTree:
+        return self._main.tree
+
+    @property
+    def table(self) -> Int32:
+        """[slots, blocks of the longest sequence], padded with the null block."""
+        return self._main.table
+
+    @property
+    def lengths(self) -> Int32:
+        """[slots] blocks of each sequence, those included that its window has left behind."""
+        return self._main.lengths
+
+    @property
+    def published(self) -> Int32:
+        """[slots] leading full blocks that have a node in the tree."""
+        return self._main.published
+
+    @property
+    def copies(self) -> int:
+        return self._main.copies
 
     @property
     def capacity(self) -> int:
         """Blocks that can hold tokens."""
-        return self.pool.capacity
-
-    @property
-    def available(self) -> int:
-        """Blocks that can be taken right now: free ones and cached ones nobody references."""
-        return self.pool.num_free + self.tree.num_evictable
+        return self._main.capacity
 
     @property
     def num_used(self) -> int:
         """Blocks held by somebody."""
-        return self.pool.capacity - self.available
+        return self._main.num_used
+
+    @property
+    def available(self) -> int:
+        """Blocks that a sequence can grow by right now, in every kind."""
+        return min(kind.available for kind in self.kinds) if self._others else self._main.available
+
+    @property
+    def slides(self) -> bool:
+        """Whether blocks are let go of while their sequence goes on."""
+        return self.kinds[-1].window is not None
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of one sequence that has the cache for itself; None: any number."""
+        window = self._main.window
+        if window is not None and self.capacity >= window_blocks(window, self.block_size):
+            return None
+        return self.capacity * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def live_blocks(self, slot: int) -> int:
+        """Blocks in the table of `slot`."""
+        return int(self._main.lengths[slot] - self._main.first[slot])
+
+    def needed(self, blocks: int, match: Match) -> int:
+        """Blocks that a sequence of `blocks` blocks will take in the end, beyond those of `match`."""
+        if self._main.window is None:
+            return blocks - len(match.blocks)
+        return min(blocks, window_blocks(self._main.window, self.block_size)) - match.num_live
+
+    def growth(self) -> Int32 | None:
+        """[slots] most blocks by which each can still grow, on balance; None: no window says."""
+        if self._main.window is None:
+            return None
+        growth: Int32 = np.maximum(window_blocks(self._main.window, self.block_size) - (self._main.lengths - self._main.first), 1)
+        return growth
 
     # Matching
 
     def match_cached(self, tokens: array[int], extra_key: str, max_tokens: int) -> Match:
         """The longest cached prefix of `tokens`, up to `max_tokens`."""
-        if not self.prefix_caching or max_tokens <= 0:
-            return Match()
-        found = self.tree.match(tokens.tobytes(), extra_key, max_tokens)
-        return Match(
-            [node.block for node in found.nodes],
-            found.nodes,
-            found.tail.block if found.tail else NULL_BLOCK,
-            len(found.nodes) * self.block_size + found.tail_tokens,
-        )
+        paths = [kind.find(tokens, extra_key, max_tokens) for kind in self.kinds]
+        full = min(len(path.nodes) for path in paths)
+        tails = [kind.tail_of(path, full) for kind, path in zip(self.kinds, paths, strict=True)]
+        tail_tokens = min(*(common for _, common in tails), max_tokens - full * self.block_size)
+        pairs = list(zip(self.kinds, paths, strict=True))
+        while full and not all(kind.reachable(path, full) for kind, path in pairs):
+            full, tail_tokens = full - 1, 0
+        matches = [kind.match_path(path, full, block, tail_tokens) for (kind, path), (block, _) in zip(pairs, tails, strict=True)]
+        return replace(matches[0], others=tuple(matches[1:]))
 
     def match_run(self, run: BlockRun, tokens: array[int], max_tokens: int) -> Match:
         """The KV that `tokens` has in common with another sequence, up to `max_tokens`."""
-        agreed = min(common_tokens(run.tokens[: run.length].tobytes(), tokens.tobytes()), max_tokens)
-        full, tail = divmod(max(0, agreed), self.block_size)
-        return Match(run.blocks[:full], run.chain[:full], run.blocks[full] if tail else NULL_BLOCK, max(0, agreed), run.closed)
+        agreed = max(0, min(common_tokens(run.tokens[: run.length].tobytes(), tokens.tobytes()), max_tokens))
+        matches = [kind.match_run(part, agreed) for kind, part in zip(self.kinds, (run, *run.others), strict=True)]
+        found = [match for match in matches if match is not None]
+        return replace(found[0], others=tuple(found[1:])) if len(found) == len(matches) else Match()
 
     def num_idle(self, match: Match) -> int:
-        """How many blocks sharing `match` takes away from `available`."""
-        refs = self.pool.refs
-        return sum(1 for block in match.blocks if not refs[block]) + (match.tail_block != NULL_BLOCK and not refs[match.tail_block])
+        """How many blocks sharing `match` takes away from `available`, at most."""
+        return max(kind.num_idle(part) for kind, part in self._parts(match))
+
+    def _parts(self, match: Match) -> list[tuple[BlockTables, Match]]:
+        others = match.others or tuple(Match() for _ in self._others)
+        return [(self._main, match), *zip(self._others, others, strict=True)]
 
     # Growth of one slot
 
     def attach(self, slot: int, match: Match) -> None:
         """Begin the empty table of `slot` with the shared blocks of `match` (its tail is `copy_tail`'s)."""
-        count = len(match.blocks)
-        for block in match.blocks:
-            self._retain(block)
-        for node, block in zip(match.chain, match.blocks, strict=False):
-            if node.block != block:
-                self._retain(node.block)
-        self.table[slot, :count] = match.blocks
-        self.lengths[slot] = count
-        self.published[slot] = len(match.chain)
-        self._chains[slot] = list(match.chain)
-        self._closed[slot] = match.closed
+        for kind, part in self._parts(match):
+            kind.attach(slot, part)
 
-    def copy_tail(self, slot: int, match: Match, fence: int) -> tuple[int, int]:
+    def copy_tail(self, slot: int, match: Match, fence: int) -> list[tuple[int, int]]:
         """Append a block that will be a copy of the match's tail, and pin the source until step `fence` has settled.
 
         Returns:
-            (source, destination) of the copy.
+            (source, destination) of the copies, as workers number blocks.
 
         Raises:
             OutOfBlocks: no block for the copy; nothing has changed.
         """
-        self.pin(match.tail_block, fence)
-        try:
-            self.extend(slot, (int(self.lengths[slot]) + 1) * self.block_size)
-        except OutOfBlocks:
-            self._unpin_last()
-            raise
-        self.copies += 1
-        return match.tail_block, int(self.table[slot, self.lengths[slot] - 1])
+        if self._others and any(kind.available - kind.num_idle(part) < 1 for kind, part in self._parts(match)):
+            raise OutOfBlocks("No block for the copy of a partly matching one.")
+        copies = []
+        for (kind, part), (_, base) in zip(self._parts(match), self._offsets, strict=True):
+            source, destination = kind.copy_tail(slot, part, fence)
+            copies.append((source + base, destination + base))
+        return copies
 
     def extend(self, slot: int, num_tokens: int) -> None:
         """Take blocks until the table of `slot` covers `num_tokens` tokens.
@@ -155,11 +179,9 @@ class KVManager:
         Raises:
             OutOfBlocks: too few; nothing has changed.
         """
-        have, want = int(self.lengths[slot]), self.blocks_for(num_tokens)
-        if want <= have:
-            return
-        self.table[slot, have:want] = self._take(want - have)
-        self.lengths[slot] = want
+        self._check_room(self.blocks_for(num_tokens) - int(self.lengths[slot]))
+        for kind in self.kinds:
+            kind.extend(slot, num_tokens)
 
     def extend_each(self, slots: npt.NDArray[np.intp]) -> None:
         """Take one block for each of `slots`.
@@ -167,62 +189,66 @@ class KVManager:
         Raises:
             OutOfBlocks: too few; nothing has changed.
         """
-        self.table[slots, self.lengths[slots]] = self._take(len(slots))
-        self.lengths[slots] += 1
+        self._check_room(len(slots))
+        for kind in self.kinds:
+            kind.extend_each(slots)
+
+    def _check_room(self, blocks: int) -> None:
+        if self._others and blocks > self.available:
+            raise OutOfBlocks(f"{blocks} blocks wanted, {self.available} available.")
+
+    # What workers are told
+
+    def last_entries(self, slots: npt.NDArray[np.intp]) -> Int32:
+        """[3, n]: slot, column, block of the last table entry of each of `slots`, in every kind."""
+        parts = []
+        for kind, (column, base) in zip(self.kinds, self._offsets, strict=True):
+            index = kind.lengths[slots] - 1
+            parts.append(np.stack([slots, index + column, kind.table[slots, index] + base]).astype(np.int32))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def entries(self, slot: int, begin: int) -> list[tuple[int, int, int]]:
+        """(slot, column, block) of the table entries of `slot` from `begin` on, in every kind."""
+        return [entry for number in range(len(self.kinds)) for entry in self._entries(number, slot, begin)]
+
+    def first_blocks(self, slot: int) -> tuple[Int32, list[tuple[int, int, int]]]:
+        """The table of a slot that has just been seated: of the first kind as it is, of the others as entries."""
+        blocks = np.array([block for _, _, block in self._entries(0, slot, 0)], np.int32)
+        return blocks, [entry for number in range(1, len(self.kinds)) for entry in self._entries(number, slot, 0)]
+
+    def _entries(self, number: int, slot: int, begin: int) -> list[tuple[int, int, int]]:
+        kind, (column, base) = self.kinds[number], self._offsets[number]
+        first = int(kind.first[slot])
+        blocks = kind.table[slot, : kind.lengths[slot]].tolist()
+        if first and first < len(blocks):
+            # Kernels that read a little before the window ignore what they find, but it must be numbers.
+            blocks[:first] = [blocks[first]] * first
+        return [(slot, column + i, block + base) for i, block in enumerate(blocks[begin:], begin)]
 
     # Sharing what a slot has computed
 
     def publish(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> None:
         """Put the full blocks among the first `settled` tokens of `slot` in the tree."""
-        if not self.prefix_caching or self._closed[slot]:
-            return
-        chain, size = self._chains[slot], self.block_size
-        done, full = len(chain), settled // size
-        if done >= full:
-            return
-        parent = chain[-1] if chain else self.tree.root(extra_key)
-        for i, block in enumerate(self.table[slot, done:full].tolist(), done):
-            try:
-                node, absorbed = self.tree.insert(parent, tokens[i * size : (i + 1) * size].tobytes(), block)
-            except ValueError as error:
-                logger.error("Prefix cache: %s; this sequence is not shared any further (please report this).", error)
-                self._closed[slot] = True
-                break
-            if node.block != block and not self._stand_in(node, block, 0):
-                self._retain(node.block)
-            if absorbed:
-                self._give_back(absorbed)
-            chain.append(node)
-            parent = node
-        self.published[slot] = len(chain)
+        for kind in self.kinds:
+            kind.publish(slot, tokens, settled, extra_key)
 
-    def _publish_tail(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> None:
-        full, chain = settled // self.block_size, self._chains[slot]
-        if not self.prefix_caching or self._closed[slot] or len(chain) != full or settled % self.block_size == 0:
-            return
-        block = int(self.table[slot, full])
-        if block in self.tree:
-            return
-        parent = chain[-1] if chain else self.tree.root(extra_key)
-        _, absorbed = self.tree.insert_tail(parent, tokens[full * self.block_size : settled].tobytes(), block)
-        self._give_back(absorbed)
+    def behind_window(self, slots: npt.NDArray[np.intp], settled: Int32) -> npt.NDArray[np.intp]:
+        """Those of `slots`, of which `settled` [slots] tokens are settled, that have blocks to let go of."""
+        kind = self.kinds[-1]
+        if kind.window is None:
+            return slots[:0]
+        return slots[(settled - (kind.window - 1)) // self.block_size > kind.first[slots]]
+
+    def slide(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> None:
+        """Let go of the blocks that the window of `slot` has left behind."""
+        for kind in self.kinds:
+            kind.slide(slot, tokens, settled, extra_key)
 
     def free_duplicates(self) -> None:
         """Free the cached blocks that only a sequence with the same tokens in a block of its own still references: the tree takes
         that block instead. For when memory is short."""
-        for slot, chain in enumerate(self._chains):
-            for node, block in zip(chain, self.table[slot, : len(chain)].tolist(), strict=True):
-                if node.block != block:
-                    self._stand_in(node, block, 1)
-
-    def _stand_in(self, node: Node, block: int, refs: int) -> bool:
-        """Make `block` the block of `node` if the present one has no references but `refs` of the caller, which are dropped."""
-        if self.pool.refs[node.block] != refs or node.block not in self.tree or block in self.tree:
-            return False
-        old = self.tree.replace(node, block)
-        if not refs or self.pool.drop(old):
-            self.pool.give_back(old)
-        return True
+        for kind in self.kinds:
+            kind.free_duplicates()
 
     # Letting go
 
@@ -232,87 +258,46 @@ class KVManager:
 
     def detach(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> BlockRun:
         """Empty the table of `slot` but keep its blocks: the caller owns the returned run and drops it in the end."""
-        self.publish(slot, tokens, settled, extra_key)
-        self._publish_tail(slot, tokens, settled, extra_key)
-        run = self.view(slot, tokens, settled)
-        self.table[slot, : len(run.blocks)] = NULL_BLOCK
-        self.lengths[slot] = self.published[slot] = 0
-        self._chains[slot] = []
-        self._closed[slot] = False
-        return run
+        return _joined([kind.detach(slot, tokens, settled, extra_key) for kind in self.kinds])
 
     def view(self, slot: int, tokens: array[int], settled: int) -> BlockRun:
         """The blocks of `slot` as a run that owns nothing, for `match_run`."""
-        blocks = [int(block) for block in self.table[slot, : self.lengths[slot]]]
-        return BlockRun(tokens, settled, blocks, self._chains[slot], self._closed[slot])
+        return _joined([kind.view(slot, tokens, settled) for kind in self.kinds])
 
     def drop(self, run: BlockRun) -> None:
         """Let go of the blocks of a detached run, last one first."""
-        for i in range(len(run.blocks) - 1, -1, -1):
-            self._drop(run.blocks[i])
-            if i < len(run.chain) and run.chain[i].block != run.blocks[i]:
-                self._drop(run.chain[i].block)
-        run.blocks, run.chain, run.length = [], [], 0
-
-    def pin(self, block: int, fence: int) -> None:
-        """Keep `block` until step `fence` has settled."""
-        self._retain(block)
-        self._pins.append((fence, block))
-
-    def _unpin_last(self) -> None:
-        self._drop(self._pins.pop()[1])
+        for kind, part in zip(self.kinds, (run, *run.others), strict=True):
+            kind.drop(part)
 
     def settle(self, step: int) -> None:
         """Step `step` and all before it have settled: let go of what was pinned for them."""
-        if self._pins:
-            done = [block for fence, block in self._pins if fence <= step]
-            self._pins = [pin for pin in self._pins if pin[0] > step]
-            for block in done:
-                self._drop(block)
+        for kind in self.kinds:
+            kind.settle(step)
 
     def lower_fence(self, step: int, fence: int) -> None:
         """Step `step` will never run: what was pinned for it waits for `fence` instead."""
-        self._pins = [(min(f, fence) if f == step else f, block) for f, block in self._pins]
+        for kind in self.kinds:
+            kind.lower_fence(step, fence)
 
     @property
     def pinned(self) -> list[int]:
-        return [block for _, block in self._pins]
+        """Blocks that are sources of copies not made yet; of all kinds."""
+        return [block for kind in self.kinds for block in kind.pinned]
 
     def reset(self, runs: list[BlockRun]) -> None:
         """Forget all cached tokens. Sequences in slots and in `runs` go on with their blocks, which will not be shared."""
-        self._give_back(self.tree.clear())
-        self._closed = [bool(length) or closed for length, closed in zip(self.lengths, self._closed, strict=True)]
-        for run in runs:
-            run.closed = True
+        for number, kind in enumerate(self.kinds):
+            kind.reset([(run, *run.others)[number] for run in runs])
 
     def close(self, slot: int) -> None:
         """Keep the blocks of `slot` from here on out of the tree."""
-        self._closed[slot] = True
+        for kind in self.kinds:
+            kind.close(slot)
 
     def is_closed(self, slot: int) -> bool:
-        return self._closed[slot]
+        return self._main.is_closed(slot)
 
-    # Blocks
 
-    def _take(self, count: int) -> list[int]:
-        while self.pool.num_free < count:
-            block = self.tree.evict()
-            if block is None:
-                raise OutOfBlocks(f"{count} blocks wanted, {self.pool.num_free} free.")
-            self.pool.give_back(block)
-        return [self.pool.take() for _ in range(count)]
-
-    def _retain(self, block: int) -> None:
-        if self.pool.retain(block) and block in self.tree:
-            self.tree.revive(block)
-
-    def _drop(self, block: int) -> None:
-        if self.pool.drop(block):
-            if block in self.tree:
-                self.tree.retire(block)
-            else:
-                self.pool.give_back(block)
-
-    def _give_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.pool.give_back(block)
+def _joined(runs: list[BlockRun]) -> BlockRun:
+    runs[0].others = tuple(runs[1:])
+    return runs[0]

@@ -7,6 +7,10 @@ block_size tokens and may have children; a *partial* node has fewer, is the tail
 Reference counts live in the block pool. The owner of this tree keeps one invariant: every ancestor of a referenced node is
 referenced. So the unreferenced nodes are exactly what can be evicted, and a parent always outlives its children. Eviction takes
 the unreferenced leaf that was released longest ago (exact LRU, a heap with lazy deletion of bounded size).
+
+A *sliding* tree belongs to layers with a window, whose sequences let go of old blocks while newer ones stay in use. There any
+unreferenced block can be evicted. A node with children then stays without a block (`NO_BLOCK`) as long as it has any: what comes
+after it is found through it, and a sequence with the same tokens may give it a block again.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ TAIL_CANDIDATES = 16
 """Children compared, most recent first, when looking for the longest common part of a block."""
 IN_USE = -1
 """`Node.released` of a node that is referenced, or no longer in the tree."""
+
+NO_BLOCK = -2
+"""`Node.block` of a node whose block was evicted before its children."""
 
 
 class Node:
@@ -54,8 +61,9 @@ class TreeMatch:
 class PrefixTree:
     """Exact-match index of full and partial blocks."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, sliding: bool = False) -> None:
         self.block_size = block_size
+        self.sliding = sliding
         self.evictions = 0
         self._width = block_size * TOKEN_BYTES
         self._roots: dict[bytes, Node] = {}
@@ -113,7 +121,7 @@ class PrefixTree:
         best, best_tokens = None, 0
         for node in islice(reversed(bucket.values()), TAIL_CANDIDATES):
             common = common_tokens(node.key, want)
-            if common > best_tokens:
+            if common > best_tokens and node.block != NO_BLOCK:
                 best, best_tokens = node, common
         if best is not None and len(bucket) > 1:
             bucket[best.key] = bucket.pop(best.key)
@@ -136,6 +144,8 @@ class PrefixTree:
             return self._link(parent, key, block), []
         node = siblings.get(key)
         if node is not None:
+            if node.block == NO_BLOCK:
+                self._place(node, block)
             return node, []
         return self._link(parent, key, block), self._absorb(siblings, key)
 
@@ -149,15 +159,14 @@ class PrefixTree:
         if key in siblings:
             return False, []
         for node in islice(reversed(siblings.values()), TAIL_CANDIDATES):
-            if node.key.startswith(key):
+            if node.key.startswith(key) and node.block != NO_BLOCK:
                 return False, []
         self._link(parent, key, block)
         return True, self._absorb(siblings, key)
 
     def _link(self, parent: Node, key: bytes, block: int) -> Node:
-        if block in self._by_block:
-            raise ValueError(f"block {block} is in the prefix tree already")
-        node = self._by_block[block] = Node(block, parent, key)
+        node = Node(NO_BLOCK, parent, key)
+        self._place(node, block)
         if parent.children is None:
             parent.children = {}
         first = key[:TOKEN_BYTES]
@@ -168,6 +177,12 @@ class PrefixTree:
             siblings[key] = node
         return node
 
+    def _place(self, node: Node, block: int) -> None:
+        if block in self._by_block:
+            raise ValueError(f"block {block} is in the prefix tree already")
+        node.block = block
+        self._by_block[block] = node
+
     def _absorb(self, siblings: dict[bytes, Node], key: bytes) -> list[int]:
         """Remove the unreferenced partial siblings whose tokens are a proper prefix of `key`."""
         covered = [
@@ -175,9 +190,10 @@ class PrefixTree:
             for node in islice(reversed(siblings.values()), TAIL_CANDIDATES)
             if node.released != IN_USE and len(node.key) < len(key) and key.startswith(node.key)
         ]
+        blocks = [node.block for node in covered]
         for node in covered:
             self._remove(node)
-        return [node.block for node in covered]
+        return blocks
 
     # References
 
@@ -196,30 +212,35 @@ class PrefixTree:
         self._clock += 1
         node.released = self._clock
         self._num_evictable += 1
-        if not node.children:
+        if self.sliding or not node.children:
             self._push(node)
 
     def replace(self, node: Node, block: int) -> int:
         """Let `block`, referenced and holding the same tokens, stand for `node`. Returns the block it had, no longer in the tree."""
-        if block in self._by_block:
-            raise ValueError(f"block {block} is in the prefix tree already")
         old = node.block
-        self.revive(old)
+        self._place(node, block)
+        if node.released != IN_USE:
+            node.released = IN_USE
+            self._num_evictable -= 1
         del self._by_block[old]
-        node.block = block
-        self._by_block[block] = node
         return old
 
     # Eviction
 
     def evict(self) -> int | None:
-        """Remove the least recently released leaf and return its block; None when every node is referenced."""
+        """Let go of the block that was released longest ago (of a leaf, unless the tree slides), and return it; None when every node is
+        referenced."""
         while self._heap:
             released, _, node = heapq.heappop(self._heap)
-            if released == node.released and not node.children:
+            if released != node.released or (node.children and not self.sliding):
+                continue
+            block = node.block
+            if node.children:
+                self._vacate(node)
+            else:
                 self._remove(node)
-                self.evictions += 1
-                return node.block
+            self.evictions += 1
+            return block
         return None
 
     def clear(self) -> list[int]:
@@ -233,31 +254,39 @@ class PrefixTree:
         self._num_evictable = 0
         return free
 
-    def _remove(self, node: Node) -> None:
+    def _vacate(self, node: Node) -> None:
+        """Take the block from an unreferenced node."""
         node.released = IN_USE
         self._num_evictable -= 1
         del self._by_block[node.block]
-        parent = node.parent
-        if parent is None or parent.children is None:
-            return
-        first = node.key[:TOKEN_BYTES]
-        bucket = parent.children[first]
-        del bucket[node.key]
-        if not bucket:
-            del parent.children[first]
-        if parent.children:
-            return
-        parent.children = None
-        if parent.parent is None:
-            self._roots.pop(parent.key, None)
-        elif parent.released != IN_USE:
-            self._push(parent)
+        node.block = NO_BLOCK
+
+    def _remove(self, node: Node) -> None:
+        """Take an unreferenced leaf out of the tree, and with it the nodes without a block that led to nothing else."""
+        self._vacate(node)
+        while (parent := node.parent) is not None and parent.children is not None:
+            first = node.key[:TOKEN_BYTES]
+            bucket = parent.children[first]
+            del bucket[node.key]
+            if not bucket:
+                del parent.children[first]
+            if parent.children:
+                return
+            parent.children = None
+            if parent.parent is None:
+                self._roots.pop(parent.key, None)
+                return
+            if parent.block != NO_BLOCK:
+                if parent.released != IN_USE and not self.sliding:
+                    self._push(parent)
+                return
+            node = parent
 
     def _push(self, node: Node) -> None:
         self._pushes += 1
         heapq.heappush(self._heap, (node.released, self._pushes, node))
         if len(self._heap) > 2 * len(self._by_block) + 64:
-            leaves = [n for n in self._by_block.values() if n.released != IN_USE and not n.children]
+            leaves = [n for n in self._by_block.values() if n.released != IN_USE and (self.sliding or not n.children)]
             self._heap = [(n.released, i, n) for i, n in enumerate(leaves)]
             heapq.heapify(self._heap)
 

@@ -167,8 +167,19 @@ class PooledRequest(Schema):
 _INPUT = "A string, a list of strings, a list of token ids, or a list of such lists."
 
 
-class EmbeddingRequest(PooledRequest):
+class PooledInputRequest(PooledRequest):
+    """Text (`input`), or a conversation (`messages`), rendered by the model's chat template."""
+
     input: Any = Field(None, description=_INPUT)
+    messages: Items | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Objects | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(PooledInputRequest):
     encoding_format: str | None = Field(None, description="float or base64 (float32, little-endian).")
     dimensions: Int32 | None = None
     normalize: Bool | None = None
@@ -178,8 +189,8 @@ class PoolingRequest(EmbeddingRequest):
     task: str | None = Field(None, description="embed, token_embed or classify. Default: what the model is for.")
 
 
-class ClassifyRequest(PooledRequest):
-    input: Any = Field(None, description=_INPUT)
+class ClassifyRequest(PooledInputRequest):
+    pass
 
 
 class ScoreRequest(PooledRequest):

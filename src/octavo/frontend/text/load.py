@@ -1,7 +1,7 @@
 """Reading a tokenizer with its special tokens and chat templates from a checkpoint.
 
-`tokenizer.json` and GGUF vocabularies are read directly, in a fraction of a second; only what neither covers (a bare
-SentencePiece model, tiktoken files) goes through `transformers`, if that is installed.
+`tokenizer.json`, GGUF vocabularies, SentencePiece models and ranks (tekken.json, tiktoken's files) are read directly, in a second or
+less; what they do not cover goes through `transformers`, if that is installed. Code of a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.checkpoint.local import read_json_object
@@ -20,8 +20,15 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.text.backend import FastBackend, SlowBackend
 from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates
 from octavo.frontend.text.gguf_tokenizer import gguf_vocabulary
+from octavo.frontend.text.sentencepiece_file import build as build_pieces
+from octavo.frontend.text.sentencepiece_file import read_pieces
 from octavo.frontend.text.template_inspection import check_template
+from octavo.frontend.text.tiktoken_file import build as build_ranked
+from octavo.frontend.text.tiktoken_file import is_ranks, ranks_of_folder, read_tekken
 from octavo.frontend.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -40,6 +47,8 @@ def load(checkpoint: Checkpoint, args: EngineArgs) -> Tokenizer:
         return _from_gguf(metadata or read_gguf(str(source)).metadata, str(source), override, args)
     if args.tokenizer_mode != "slow" and (source / "tokenizer.json").is_file():
         return _from_folder(source, override, args)
+    if args.tokenizer_mode != "slow" and (built := _from_vocabulary_file(source)) is not None:
+        return _with_config(*built, source, override, args)
     return _from_transformers(source, override, args)
 
 
@@ -73,6 +82,65 @@ def _from_folder(folder: Path, override: str | None, args: EngineArgs) -> Tokeni
         special_tokens=special,
         prefix=prefix,
         suffix=suffix,
+    )
+
+
+_PLAIN_PIECES = frozenset({"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "CodeLlamaTokenizer"})
+"""Tokenizer classes whose ids are those of the SentencePiece model."""
+
+
+def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]] | None:
+    """A tokenizer of a folder without tokenizer.json, and the special tokens that its file names; None: the folder has none of the kinds
+    that are read here.
+
+    Raises:
+        CheckpointError, UnsupportedModel: it has one, but that is damaged or needs code of its own.
+    """
+    if (tekken := folder / "tekken.json").is_file():
+        ranked = read_tekken(tekken)
+        names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        return build_ranked(ranked, str(tekken)), {role: name for role, name in names.items() if name in ranked.special}
+    config = _optional_json(folder / "tokenizer_config.json")
+    model_type = str(_optional_json(folder / "config.json").get("model_type", ""))
+    model = next((p for p in (folder / "tokenizer.model", *sorted(folder.glob("tokenizer.model.v*"), reverse=True)) if p.is_file()), None)
+    ranks = next(iter(sorted(folder.glob("*.tiktoken"))), model if model is not None and is_ranks(model) else None)
+    if ranks is not None:
+        return build_ranked(ranks_of_folder(ranks, config, model_type), str(ranks)), _usual_ends(model_type)
+    if model is None or str(config.get("tokenizer_class", "")) not in _PLAIN_PIECES:
+        return None
+    pieces = read_pieces(model)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if "<bos>" in pieces.tokens:
+        names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return build_pieces(pieces), {role: name for role, name in names.items() if name in pieces.tokens}
+
+
+def _usual_ends(model_type: str) -> dict[str, str]:
+    """Of families whose files of ranks do not name any."""
+    if model_type == "llama":
+        return {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    return {"eos_token": "<|endoftext|>"}
+
+
+def _with_config(
+    tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], folder: Path, override: str | None, args: EngineArgs
+) -> Tokenizer:
+    """A tokenizer made from a vocabulary alone, with what the folder's other files say: special tokens, ends, templates."""
+    config = _optional_json(folder / "tokenizer_config.json")
+    special = {**named, **_special_tokens(config, _optional_json(folder / "special_tokens_map.json"))}
+    _apply_added_tokens(tokenizer, config, special)
+
+    def end(flag: str, role: str, default: bool) -> list[int]:
+        token = special.get(role)
+        found = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return [found] if found is not None and config.get(flag, default) else []
+
+    return Tokenizer(
+        FastBackend(tokenizer),
+        templates=_templates(_folder_templates(folder, config), special, override, args),
+        special_tokens=special,
+        prefix=end("add_bos_token", "bos_token", True),
+        suffix=end("add_eos_token", "eos_token", False),
     )
 
 

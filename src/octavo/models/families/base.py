@@ -43,6 +43,8 @@ class Family:
     """Checkpoint tensor name -> target; `{i}` is the layer, `{e}` a second number."""
     prefix: str = "model."
     """What checkpoints of the bare model, without its head, leave out in front of every name."""
+    quantizations: tuple[str, ...] = ()
+    """`quant_method`s of config.json whose tensors `weights` names."""
 
 
 ACTIVATIONS: Mapping[str, Activation] = {

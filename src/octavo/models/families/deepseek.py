@@ -34,6 +34,7 @@ def _spec(config: HfConfig, architecture: str) -> ModelSpec:
         "moe_intermediate_size",
         routing=_v3_routing(config) if newer else _v2_routing(config),
         correction=newer,
+        exact_router=True,
         shared_size=size * config.integer("n_shared_experts") if config.has("n_shared_experts") else 0,
     )
     return decoder_spec(
@@ -69,7 +70,7 @@ def _v3_routing(config: HfConfig) -> dict[str, object]:
     }
 
 
-def _q_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
+def q_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
     """Of each head, the rows that rotate are stored as neighbouring pairs."""
     assert spec.latent is not None
     nope, width = spec.latent.nope_dim, spec.head_dim
@@ -77,18 +78,18 @@ def _q_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
     return (np.arange(spec.num_heads)[:, None] * width + head).reshape(-1)
 
 
-def _kv_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
+def kv_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
     assert spec.latent is not None
     return np.concatenate((np.arange(spec.latent.kv_rank), spec.latent.kv_rank + paired_halves(1, spec.latent.rope_dim)))
 
 
 _WEIGHTS = {
     **DECODER_WEIGHTS,
-    f"{_LAYER}self_attn.q_proj.weight": Target("layers.{i}.q.weight", order=_q_order),
+    f"{_LAYER}self_attn.q_proj.weight": Target("layers.{i}.q.weight", order=q_order),
     f"{_LAYER}self_attn.q_a_proj.weight": Target("layers.{i}.q_down.weight"),
     f"{_LAYER}self_attn.q_a_layernorm.weight": Target("layers.{i}.q_down_norm"),
-    f"{_LAYER}self_attn.q_b_proj.weight": Target("layers.{i}.q.weight", order=_q_order),
-    f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight": Target("layers.{i}.kv_down.weight", order=_kv_order),
+    f"{_LAYER}self_attn.q_b_proj.weight": Target("layers.{i}.q.weight", order=q_order),
+    f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight": Target("layers.{i}.kv_down.weight", order=kv_order),
     f"{_LAYER}self_attn.kv_a_layernorm.weight": Target("layers.{i}.kv_norm"),
     f"{_LAYER}self_attn.kv_b_proj.weight": Target("layers.{i}.kv_up"),
     **expert_weights("mlp"),

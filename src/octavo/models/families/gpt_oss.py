@@ -1,4 +1,7 @@
-"""gpt-oss: attention sinks, windows in every other layer, experts with biases and a clamped activation."""
+"""gpt-oss: attention sinks, windows in every other layer, experts with biases and a clamped activation.
+
+Its checkpoints hold the experts in MXFP4, as rows of the matrices; those that were saved in 16 bits hold them the other way round.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,10 @@ def _halves(spec: ModelSpec) -> npt.NDArray[np.int64]:
 
 FAMILY = Family(
     name="gpt_oss",
-    title="gpt-oss",
+    title="gpt-oss (MXFP4 or 16-bit weights)",
     architectures=("GptOssForCausalLM",),
     spec=_spec,
+    quantizations=("mxfp4",),
     weights={
         **DECODER_WEIGHTS,
         f"{_LAYER}self_attn.sinks": Target("layers.{i}.sinks"),
@@ -59,6 +63,8 @@ FAMILY = Family(
         f"{_LAYER}mlp.router.bias": Target("layers.{i}.router.bias"),
         f"{_LAYER}mlp.experts.gate_up_proj": Target("layers.{i}.experts.gate_up.weight", order=_halves, transposed=True),
         f"{_LAYER}mlp.experts.gate_up_proj_bias": Target("layers.{i}.experts.gate_up.bias", order=_halves),
+        f"{_LAYER}mlp.experts.gate_up_proj_blocks": Target("layers.{i}.experts.gate_up.weight", order=_halves),
+        f"{_LAYER}mlp.experts.down_proj_blocks": Target("layers.{i}.experts.down.weight"),
         f"{_LAYER}mlp.experts.down_proj": Target("layers.{i}.experts.down.weight", transposed=True),
         f"{_LAYER}mlp.experts.down_proj_bias": Target("layers.{i}.experts.down.bias"),
     },

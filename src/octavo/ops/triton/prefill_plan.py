@@ -15,7 +15,7 @@ ROW, TOKEN, POSITION, COUNT, LO, HI, PART, FIRST_PART, NUM_PARTS = range(ITEM_FI
 [lo, hi). `part`, `first_part`, `num_parts`: as in `decode_plan`. count = 0 marks an empty item."""
 
 _MIN_PART = 512
-_PART_ALIGNMENT = 128
+PART_ALIGNMENT = 128
 _BLOCKS_PER_SM = 2
 
 
@@ -59,13 +59,13 @@ def plan_prefill(
     hi = position + size
     lo = np.zeros_like(hi)
     if sliding_window is not None:
-        lo = np.maximum(position - sliding_window + 1, 0) // _PART_ALIGNMENT * _PART_ALIGNMENT
+        lo = np.maximum(position - sliding_window + 1, 0) // PART_ALIGNMENT * PART_ALIGNMENT
     parts = np.ones(len(row), dtype=np.int64)
     if not batch_invariant and len(row):
         fair = -(-int((hi - lo).sum()) * num_kv_heads // (_BLOCKS_PER_SM * sm_count))
-        share = -(-max(_MIN_PART, fair) // _PART_ALIGNMENT) * _PART_ALIGNMENT
+        share = -(-max(_MIN_PART, fair) // PART_ALIGNMENT) * PART_ALIGNMENT
         parts = -(-(hi - lo) // share)
-        step = -(-(hi - lo) // (parts * _PART_ALIGNMENT)) * _PART_ALIGNMENT
+        step = -(-(hi - lo) // (parts * PART_ALIGNMENT)) * PART_ALIGNMENT
         parts = -(-(hi - lo) // step)
     if parts.any() and parts.max() > 1:
         tile = np.repeat(np.arange(len(row)), parts)

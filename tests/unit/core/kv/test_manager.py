@@ -4,14 +4,16 @@ from collections import Counter
 import pytest
 
 from octavo.core.kv.block_pool import OutOfBlocks
-from octavo.core.kv.manager import BlockRun, KVManager, Match
+from octavo.core.kv.manager import KVManager
+from octavo.core.kv.tables import BlockRun, Match
+from octavo.protocol.step import CacheShape
 from tests.support.core_engine import check_blocks
 
 SIZE = 4
 
 
 def make(num_blocks: int = 20, *, prefix_caching: bool = True) -> KVManager:
-    return KVManager(num_blocks, SIZE, max_seqs=4, max_model_len=40, prefix_caching=prefix_caching)
+    return KVManager(CacheShape(num_blocks, SIZE, 1), max_seqs=4, max_model_len=40, prefix_caching=prefix_caching)
 
 
 def serve(kv: KVManager, slot: int, tokens: list[int], extra_key: str = "") -> Match:
@@ -86,7 +88,7 @@ def test_a_copy_source_is_pinned_until_its_fence() -> None:
     match = kv.match_cached(array("i", [1, 2, 9]), "", 2)
     assert kv.num_idle(match) == 1
     kv.attach(0, match)
-    source, destination = kv.copy_tail(0, match, fence=5)
+    ((source, destination),) = kv.copy_tail(0, match, fence=5)
     assert (source, kv.pinned) == (1, [1])
     assert destination != source
     assert kv.available == 1

@@ -15,15 +15,18 @@ from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, request_id
+from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import renamed, short_repr
 from octavo.frontend.http.prompts import encode_prompts, split_prompts
 from octavo.frontend.http.schemas import (
     ClassifyRequest,
     EmbeddingRequest,
+    PooledInputRequest,
     PooledRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    TokenizeRequest,
     body_schema,
 )
 from octavo.frontend.http.sse import unless_gone
@@ -50,7 +53,7 @@ async def embeddings(request: Request) -> Response:
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        states = await _pool_texts(ctx, body, body.input, "input", params, "embed", tracker)
+        states = await _pool_input(ctx, body, params, "embed", tracker)
         data = [{"index": i, "object": "embedding", "embedding": wire_format(s.result(), encoding)} for i, s in enumerate(states)]
         return _listing(ctx, tracker, data)
 
@@ -65,7 +68,7 @@ async def pooling(request: Request) -> Response:
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize, task=body.task, use_activation=body.use_activation)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        states = await _pool_texts(ctx, body, body.input, "input", params, None, tracker)
+        states = await _pool_input(ctx, body, params, None, tracker)
         data = [{"index": i, "object": "pooling", "data": wire_format(s.result(), encoding)} for i, s in enumerate(states)]
         return _listing(ctx, tracker, data)
 
@@ -79,7 +82,7 @@ async def classify(request: Request) -> Response:
     params = PoolingParams(use_activation=body.use_activation)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        states = await _pool_texts(ctx, body, body.input, "input", params, "classify", tracker)
+        states = await _pool_input(ctx, body, params, "classify", tracker)
         labels = (await ctx.llm.pooling_processor()).labels
         data = []
         for i, state in enumerate(states):
@@ -167,6 +170,28 @@ async def _answer(
     finally:
         ctx.release(job_id)
         tracker.close(error)
+
+
+async def _pool_input(
+    ctx: ServerContext, body: PooledInputRequest, params: PoolingParams, task: PoolingTask | None, tracker: RequestTracker
+) -> list[PoolingState]:
+    """The texts of a request, or its conversation, pooled."""
+    if body.messages is None:
+        return await _pool_texts(ctx, body, body.input, "input", params, task, tracker)
+    if body.input is not None:
+        raise InvalidRequest("Give input or messages, not both.", param="input")
+    conversation = TokenizeRequest(
+        messages=body.messages,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
+        documents=body.documents,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    await ctx.llm.pooling_processor()  # which says so if this model does not pool
+    prompt = await render(ctx.llm, conversation, settings=ctx.settings)
+    return await _pool_texts(ctx, body, prompt.token_ids, "messages", params, task, tracker)
 
 
 async def _pool_texts(

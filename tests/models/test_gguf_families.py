@@ -1,0 +1,288 @@
+"""Every architecture of llama.cpp's that runs here: a tiny model written as its converter would, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.checkpoint.gguf_config import _ARCHITECTURES, gguf_hf_config
+from octavo.checkpoint.gguf_file import read_gguf
+from octavo.errors import CheckpointError
+from tests.models.contiguous import load, run
+from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, WINDOWED, YARN
+from tests.support.gguf_models import sizes, tensors_of, write_model
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_pooling import save_pooling
+
+IDS = list(range(5, 35))
+
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {"expert_count": 4, "expert_used_count": 2}),
+    "qwen2-moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 24},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16, "expert_shared_feed_forward_length": 24},
+    ),
+    "qwen2-moe-older": (
+        "qwen2moe",
+        "qwen2_moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 24},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "qwen3-moe": (
+        "qwen3moe",
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16},
+    ),
+    "olmoe": ("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 3}, {"expert_count": 4, "expert_used_count": 3}),
+    "phi2": ("phi2", "phi", {}, {"rope.dimension_count": 4}),
+    "phi3": ("phi3", "phi3", {"sliding_window": 6}, {"rope.dimension_count": 8, "attention.sliding_window": 6}),
+    "phi4-mini": (
+        "phi3",
+        "phi3",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}},
+        {"rope.dimension_count": 6},
+    ),
+    "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}, {}),
+    "gpt2": ("gpt2", "gpt2", {"n_positions": 256}, {}),
+    "pythia": ("gptneox", "gpt_neox", {}, {"rope.dimension_count": 2, "use_parallel_residual": True}),
+    "gptneox-sequential": (
+        "gptneox",
+        "gpt_neox",
+        {"use_parallel_residual": False},
+        {"rope.dimension_count": 2, "use_parallel_residual": False},
+    ),
+    "falcon-7b": ("falcon", "falcon", {"multi_query": True}, {"attention.head_count_kv": 1}),
+    "falcon-40b": ("falcon", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, {"attention.head_count_kv": 2}),
+    "falcon-11b": (
+        "falcon",
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        {"attention.head_count_kv": 2},
+    ),
+    "stablelm": ("stablelm", "stablelm", {"use_qkv_bias": True}, {"rope.dimension_count": 2, "use_parallel_residual": False}),
+    "command-r": ("command-r", "cohere", {"logit_scale": 0.5}, {"logit_scale": 0.5}),
+    "command-r-plus": ("command-r", "cohere", {"use_qk_norm": True, "logit_scale": 0.5}, {"logit_scale": 0.5}),
+    "command-r7b": (
+        "cohere2",
+        "cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 6, "logit_scale": 0.5},
+        {"logit_scale": 0.5, "attention.sliding_window": 6},
+    ),
+    "olmo2": ("olmo2", "olmo2", {}, {}),
+    "olmo3": ("olmo2", "olmo3", {"num_hidden_layers": 4, "sliding_window": 6}, {"attention.sliding_window": 6}),
+    "granite": (
+        "granite",
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+        {"embedding_scale": 3.0, "residual_scale": 0.4, "attention.scale": 0.2, "logit_scale": 2.0},
+    ),
+    "granite-moe": (
+        "granitemoe",
+        "granitemoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3},
+        {"expert_count": 4, "expert_used_count": 2, "attention.scale": 0.3},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek2",
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None},
+        {"leading_dense_block_count": 1, "expert_shared_count": 2, "expert_gating_func": 1},
+    ),
+    "deepseek-v2": (
+        "deepseek2",
+        "deepseek_v2",
+        {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+        {
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "attention.q_lora_rank": 12,
+            "expert_weights_scale": 1.5,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek2",
+        "deepseek_v3",
+        {**LATENT, "rope_parameters": {"rope_theta": 1000.0, **YARN, "mscale": 0.8, "mscale_all_dim": 0.8}},
+        {
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "attention.q_lora_rank": 12,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "rope.scaling.yarn_log_multiplier": 0.08,
+        },
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        "gpt_oss",
+        {
+            **WINDOWED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_theta": 1000.0, **YARN, "truncate": False},
+        },
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48, "attention.sliding_window": 6},
+    ),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
+    "arcee": ("arcee", "arcee", {}, {}),
+    "nemotron": ("nemotron", "nemotron", {}, {"rope.dimension_count": 4}),
+    "glm4": ("glm4", "glm4", {"attention_bias": True}, {"rope.dimension_count": 4}),
+}
+"""Architecture of the file, family, what its config has, what the metadata have."""
+LATENT_METADATA = {
+    "attention.kv_lora_rank": 16,
+    "attention.key_length": 20,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 12,
+    "attention.value_length_mla": 6,
+    "attention.head_count_kv": 1,
+    "rope.dimension_count": 4,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 16,
+}
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
+
+
+def load_file(path: Path, **options: Any) -> Any:
+    parsed = read_gguf(str(path))
+    return load(path, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), **options)
+
+
+def metadata_of(model: Any, arch: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {**sizes(model.config), **(LATENT_METADATA if arch == "deepseek2" else {}), **more}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    arch, family, overrides, more = CASES[name]
+    model = tiny_model(family, **overrides)
+    write_model(tmp_path / "m.gguf", arch, metadata_of(model, arch, more), tensors_of(model, arch))
+    expected = logits_of(model)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(run(load_file(tmp_path / "m.gguf"), IDS), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_every_architecture_has_a_case() -> None:
+    elsewhere = {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "bert"}
+    assert {arch for arch, *_ in CASES.values()} | elsewhere == set(_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_experts_one_by_one_and_merged(tmp_path: Path, old: bool) -> None:
+    arch, family, overrides, more = CASES["mixtral"]
+    model = tiny_model(family, **overrides)
+    tensors = tensors_of(model, arch, old_experts=old)
+    assert ("blk.0.ffn_up.3.weight" in tensors) == old
+    assert ("blk.0.ffn_up_exps.weight" in tensors) != old
+    write_model(tmp_path / "m.gguf", arch, metadata_of(model, arch, more), tensors)
+    torch.testing.assert_close(run(load_file(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
+def test_latent_attention_of_older_files(tmp_path: Path) -> None:
+    """One matrix for keys and values, and the sizes of heads under the plain names."""
+    arch, family, overrides, more = CASES["deepseek-v2-lite"]
+    model = tiny_model(family, **overrides)
+    metadata = metadata_of(model, arch, {**more, "attention.key_length": 12, "attention.value_length": 6})
+    del metadata["attention.key_length_mla"], metadata["attention.value_length_mla"]
+    tensors = tensors_of(model, arch, split_kv_b=False)
+    assert "blk.0.attn_kv_b.weight" in tensors
+    write_model(tmp_path / "m.gguf", arch, metadata, tensors)
+    torch.testing.assert_close(run(load_file(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("longest", [32, 64])
+def test_longrope_comes_as_two_tensors(tmp_path: Path, longest: int) -> None:
+    model = tiny_model(
+        "phi3",
+        sliding_window=None,
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters={"rope_theta": 100.0, **LONGROPE},
+    )
+    tensors = tensors_of(model, "phi3")
+    for kind in ("short", "long"):
+        tensors[f"rope_factors_{kind}.weight"] = torch.tensor(LONGROPE[f"{kind}_factor"]).numpy()
+    metadata = metadata_of(model, "phi3", {"rope.dimension_count": 8, "rope.scaling.original_context_length": 32})
+    write_model(tmp_path / "m.gguf", "phi3", metadata, tensors)
+    ids = list(range(5, 5 + longest - 2))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(run(load_file(tmp_path / "m.gguf", max_model_len=longest), ids), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", ["MXFP4", "Q8_0", "Q4_0"])
+def test_packed_experts(tmp_path: Path, packed: str) -> None:
+    """What is packed is what transformers gets, unpacked by the gguf package."""
+    import gguf
+
+    arch, family, overrides, more = CASES["gpt-oss"]
+    model = tiny_model(family, **overrides | {"intermediate_size": 64})
+    tensors = tensors_of(model, arch)
+    kind = gguf.GGMLQuantizationType[packed]
+    try:
+        gguf.quants.quantize(tensors["token_embd.weight"], kind)
+    except NotImplementedError:
+        pytest.skip(f"the gguf package cannot write {packed}")
+    metadata = metadata_of(model, arch, {**more, "expert_feed_forward_length": 64})
+    write_model(tmp_path / "packed.gguf", arch, metadata, tensors, packed)
+    for name, value in tensors.items():
+        if value.ndim > 1 and not name.endswith("bias"):
+            tensors[name] = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+    write_model(tmp_path / "plain.gguf", arch, metadata, tensors)
+    expected = run(load_file(tmp_path / "plain.gguf"), IDS)
+    torch.testing.assert_close(run(load_file(tmp_path / "packed.gguf"), IDS), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_missing_and_surplus_tensors_are_named_as_the_file_does(tmp_path: Path) -> None:
+    arch, family, overrides, more = CASES["qwen3-moe"]
+    model = tiny_model(family, **overrides)
+    tensors, metadata = tensors_of(model, arch), metadata_of(model, arch, more)
+    lacking = {name: value for name, value in tensors.items() if name != "blk.1.ffn_down_exps.weight"}
+    write_model(tmp_path / "lacking.gguf", arch, metadata, lacking)
+    with pytest.raises(CheckpointError, match=r"lacks blk\.1\.ffn_down"):
+        load_file(tmp_path / "lacking.gguf")
+    write_model(tmp_path / "surplus.gguf", arch, metadata, {**tensors, "blk.0.ffn_up.weight": tensors["blk.0.attn_k.weight"]})
+    with pytest.raises(CheckpointError, match=r"surplus\.gguf: tensor blk\.0\.ffn_up\.weight has no place"):
+        load_file(tmp_path / "surplus.gguf")
+
+
+@pytest.mark.parametrize(("pooling", "pick"), [(1, "mean"), (2, "cls")])
+def test_an_encoder_embeds_as_its_file_says(tmp_path: Path, pooling: int, pick: str) -> None:
+    from octavo import LLM
+
+    model = save_pooling(tmp_path / "hf", "BertModel")
+    words = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = [w if w.startswith("[") else "▁" + w for w in words]
+    metadata = {
+        **sizes(model.config),
+        "pooling_type": pooling,
+        ".tokenizer.ggml.model": "bert",
+        ".tokenizer.ggml.tokens": tokens,
+        ".tokenizer.ggml.token_type": [3 if w.startswith("[") else 1 for w in words],
+    }
+    write_model(tmp_path / "m.gguf", "bert", metadata, tensors_of(model, "bert"))
+    with LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1) as llm:
+        output = llm.embed(["A man is eating food"])[0]
+    assert output.prompt_token_ids == [2, *(words[w] for w in ("a", "man", "is", "eating", "food")), 3]
+    with torch.inference_mode():
+        hidden = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+    expected = torch.nn.functional.normalize(hidden.mean(0) if pick == "mean" else hidden[0], dim=0)
+    torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-4, rtol=1e-4)
