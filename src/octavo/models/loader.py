@@ -77,7 +77,7 @@ def load_model(config: EngineConfig, ops: Ops, device: torch.device, progress: P
     needed = sum(math.prod(p.shape) for p in parameters(spec)) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if form is not None and form.method != "mxfp4" and spec.moe is None and config.device.kind == "cuda":
+    if form is not None and config.device.kind == "cuda":
         needed = _stored(model.path, gguf, None)[0]
     elif on_the_fly is not None and config.device.kind == "cuda":
         needed //= 2

@@ -1,4 +1,4 @@
-"""gpt-oss's experts: 4-bit floating point in runs of 32 with a power of two each (OCP Microscaling), dequantised while they are read."""
+"""gpt-oss's experts: 4-bit floating point in runs of 32 with a power of two each (OCP Microscaling)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.quantization.formats.compressed_tensors import FP4
-from octavo.weights.arrange import transposed
+from octavo.ops.coded import CodedRows, dequantize
+from octavo.quantization.formats.compressed_tensors import float4_rows, powers_of_two
 from octavo.weights.stored import StoredTensor
 
 RUN: Final = 32
@@ -17,7 +17,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def whole_experts(tensors: Iterable[StoredTensor], device: torch.device) -> Iterator[StoredTensor]:
-    """Each tensor as it is, or instead of blocks and scales the experts' matrices, as an unquantised checkpoint has them.
+    """Each tensor as it is, or instead of blocks and scales the experts' matrices under an unquantised checkpoint's name.
 
     Raises:
         CheckpointError: blocks without scales, or of another shape.
@@ -53,23 +53,25 @@ def _read(stored: StoredTensor, device: torch.device) -> torch.Tensor:
 
 
 def _joined(name: str, blocks: StoredTensor, scales: StoredTensor, device: torch.device) -> StoredTensor:
-    """[experts, inputs, outputs], from [experts, outputs, runs, 16] bytes and [experts, outputs, runs] exponents."""
+    """[experts * outputs, inputs], from [experts, outputs, runs, 16] bytes and [experts, outputs, runs] exponents."""
     if len(blocks.shape) != 4 or blocks.shape[3] != RUN // 2 or blocks.shape[:3] != scales.shape:
         raise CheckpointError(
             f"{blocks.file}: tensor {blocks.name} has the shape {list(blocks.shape)} and {scales.name} {list(scales.shape)}; they must be "
             "[experts, outputs, runs, 16] and [experts, outputs, runs]."
         )
-    codes, exponents = _read(blocks, device), _read(scales, device)
+    octets, exponents = _read(blocks, device).flatten(0, 1).flatten(1), _read(scales, device).flatten(0, 1)
     if bool((exponents == 255).any()):
         raise CheckpointError(f"{scales.file}: tensor {scales.name} holds scales that are not a number.")
-    experts, outputs, runs = scales.shape
+    experts = scales.shape[0]
+
+    def coded() -> CodedRows:
+        return float4_rows(octets, powers_of_two(exponents), RUN)
 
     def copy_into(destination: torch.Tensor) -> None:
-        table = torch.tensor([*FP4, *(-value for value in FP4)], device=codes.device)
-        for expert in range(experts):  # one at a time: an expert's float32 is eight times its codes
-            both = torch.stack((codes[expert] & 15, codes[expert] >> 4), -1).flatten(-2)
-            values = table[both.long()] * torch.exp2(exponents[expert].float() - 127.0).unsqueeze(-1)
-            destination[expert].copy_(values.view(outputs, runs * RUN))
+        target, rows = destination.view(octets.shape[0], -1), coded()
+        step = octets.shape[0] // experts
+        for start in range(0, len(target), step):  # an expert at a time: its float32 is eight times its codes
+            target[start : start + step].copy_(dequantize(rows.narrow_rows(start, start + step)))
 
-    shape = (experts, outputs, runs * RUN)
-    return transposed(StoredTensor(name, shape, blocks.nbytes + scales.nbytes, blocks.file, copy_into))
+    shape = (octets.shape[0], octets.shape[1] * 2)
+    return StoredTensor(name, shape, blocks.nbytes + scales.nbytes, blocks.file, copy_into, coded=coded)
