@@ -187,6 +187,9 @@ def test_mxfp4_experts(tmp_path: Path) -> None:
     save_tiny(folder, "gpt_oss", **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
     plain = mxfp4(folder)
     assert distance(run(load(folder), IDS), run(load(plain), IDS)) < 1e-6
+    packed, dense = load(folder, ops="reference"), load(plain, ops="reference")
+    assert distance(run(packed, IDS), run(dense, IDS)) < 1e-6
+    assert packed.weights_bytes < 0.6 * dense.weights_bytes
     tensors = load_file(folder / "model.safetensors")
     missing = {n: t for n, t in tensors.items() if n != "model.layers.1.mlp.experts.down_proj_scales"}
     save_file(missing, folder / "model.safetensors")

@@ -70,24 +70,25 @@ def grouped(kind: str) -> None:
         "w_ptr": _CODES[kind],
         "scales_ptr": "*fp32" if kind == "float8" else "*fp16",
         "zeros_ptr": "*u8" if kind == "int4" else "*i16",
+        "table_ptr": "*fp32",
         "factor_ptr": "*fp32",
         **dict.fromkeys(("order_ptr", "tile_expert_ptr", "tile_begin_ptr", "tile_end_ptr"), "*i32"),
         **dict.fromkeys((*_SIZES, "stored", "groups", "zero_group_stride", "x_stride"), "i32"),
     }
-    del signature["table_stride"]
     constants = {
         "TOP_K": 8,
         "GATHER": True,
         "BIAS": True,
         "KIND": kind,
         "FOUR": kind in low_bit_matmul.FOUR_BITS,
-        "GROUP": 128,
+        "GROUP": 32 if kind == "table" else 128,
+        "SCALES": True,
         "ROW_BLOCK": 128 if kind == "float8" else 1,
         "ZEROS": kind == "int4",
         "EVEN": True,
         "ROWS": 16,
         "COLUMNS": 64,
-        "INNER": 128,
+        "INNER": 64 if kind == "table" else 128,
         "STAGES": 4,
     }
     build(f"experts {kind} sm90", low_bit_experts._experts_kernel, signature, constants)
@@ -120,7 +121,7 @@ def main() -> None:
     product("int4", "fp16", 32, 128, 90)
     product("table", "fp16", 0, 128, 90)
     product("int4", "fp16", 128, 16, 80)
-    for kind in ("int4", "int8", "float8"):
+    for kind in _CODES:
         grouped(kind)
     for integer in (True, False):
         rounding(integer)

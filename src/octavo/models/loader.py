@@ -37,7 +37,7 @@ from octavo.quantization.on_the_fly import OnTheFly
 from octavo.quantization.pieces import Format
 from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf, rope_divisors
-from octavo.weights.mxfp4 import join_mxfp4
+from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import whole_weights
@@ -90,15 +90,15 @@ def load_model(
             f"--batch-invariant: the products of experts on a GPU depend on the batch, and {spec.architecture} has experts. Leave it out."
         )
     dtype: torch.dtype = getattr(torch, model.dtype)
-    whole_experts = config.parallel.whole_experts and spec.moe is not None
-    shard = Shard(group.rank, group.size, whole_experts, pipeline.stage, pipeline.stages)
+    dealt_out = config.parallel.whole_experts and spec.moe is not None
+    shard = Shard(group.rank, group.size, dealt_out, pipeline.stage, pipeline.stages)
     if dtype != torch.float32 or not compilable(spec) or config.parallel.world > 1:
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     form, on_the_fly = weight_format(config)
     needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if form is not None and form.method != "mxfp4" and spec.moe is None and config.device.kind == "cuda":
+    if form is not None and config.device.kind == "cuda":
         needed = _stored(model.path, gguf, None)[0]
     elif on_the_fly is not None and config.device.kind == "cuda":
         needed //= 2
@@ -191,7 +191,7 @@ def fill(
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
                 total, tensors = _stored(config.model.path, gguf, reader)
                 if form is not None and form.method == "mxfp4":
-                    tensors = join_mxfp4(tensors)
+                    tensors = whole_experts(tensors, assembly.device)
                 elif form is not None:
                     names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
                     tensors = whole_weights(tensors, names, form, assembly.device)

@@ -157,7 +157,7 @@ class ExpertsWeight:
     nbytes: int
     parts: tuple[DenseWeight, ...] = ()
     """Each expert's own, where the device wants them so."""
-    low_bit: Int4Weight | Int8Weight | Float8Weight | None = None
+    low_bit: Int4Weight | TableWeight | Int8Weight | Float8Weight | None = None
     """All of them, [experts * out_features, in_features], where they stay in few bits; their inputs are taken as they are."""
 
     @classmethod

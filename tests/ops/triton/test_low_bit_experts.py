@@ -16,7 +16,7 @@ from tests.unit.quantization.test_formats import read
 from .paged import relative_error
 from .test_low_bit import half, on
 
-NAMES = ["awq-32", "gptq-v2", "gptq-8", "fp8-block", "fp8-channel", "w4a16-channel", "int8"]
+NAMES = ["awq-32", "mxfp4", "squeezellm", "nf4", "gptq-v2", "gptq-8", "fp8-block", "fp8-channel", "w4a16-channel", "int8"]
 COUNT = 4
 
 
@@ -30,7 +30,7 @@ def weights_of(name: str, rows: int, columns: int, device: torch.device, dtype: 
 @pytest.mark.parametrize(("hidden", "inner"), [(128, 64), (192, 96)])
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_dequantised(name: str, hidden: int, inner: int, tokens: int, device: torch.device) -> None:
-    if name == "gptq-v2" and inner % 64:
+    if name in ("gptq-v2", "nf4") and inner % 64:
         pytest.skip("groups of 64")
     dtype = half(device)
     gate_up, plain_gate_up = weights_of(name, 2 * inner, hidden, device, dtype)
@@ -56,7 +56,7 @@ def _double(
 
 
 def test_what_stays_packed_and_what_does_not(device: torch.device) -> None:
-    for name in ("gptq-act-order", "squeezellm", "nvfp4", "gptq-16"):
+    for name in ("gptq-act-order", "squeezellm-3-sparse", "nvfp4", "gptq-16"):
         packed, plain = weights_of(name, 32, 64, device, torch.float32)
         assert packed.low_bit is None
         torch.testing.assert_close(packed.data, plain.data)

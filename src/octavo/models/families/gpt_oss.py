@@ -63,8 +63,6 @@ FAMILY = Family(
         f"{_LAYER}mlp.router.bias": Target("layers.{i}.router.bias"),
         f"{_LAYER}mlp.experts.gate_up_proj": Target("layers.{i}.experts.gate_up.weight", order=_halves, transposed=True),
         f"{_LAYER}mlp.experts.gate_up_proj_bias": Target("layers.{i}.experts.gate_up.bias", order=_halves),
-        f"{_LAYER}mlp.experts.gate_up_proj_blocks": Target("layers.{i}.experts.gate_up.weight", order=_halves),
-        f"{_LAYER}mlp.experts.down_proj_blocks": Target("layers.{i}.experts.down.weight"),
         f"{_LAYER}mlp.experts.down_proj": Target("layers.{i}.experts.down.weight", transposed=True),
         f"{_LAYER}mlp.experts.down_proj_bias": Target("layers.{i}.experts.down.bias"),
     },

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
-from octavo.ops.packed import DenseWeight, ExpertsWeight, Float8Weight, Int4Weight, Int8Weight
+from octavo.ops.packed import DenseWeight, ExpertsWeight, Float8Weight, Int4Weight, Int8Weight, SegmentedWeight, TableWeight
 from octavo.ops.reference.activation import gated_mul
 from octavo.ops.reference.low_bit import pack_coded, unpack
 from octavo.ops.registry import Activation
@@ -18,10 +18,15 @@ def pack_experts(weight: torch.Tensor) -> ExpertsWeight:
 
 
 def pack_coded_experts(rows: CodedRows, num_experts: int, dtype: torch.dtype) -> ExpertsWeight:
-    """See `ops.registry.PackCodedExperts`. What the grouped products cannot take (tables, activation order) is dequantised."""
+    """See `ops.registry.PackCodedExperts`. What the grouped products cannot take (outliers, activation order) is dequantised."""
     weight = pack_coded(rows, dtype)
     count, inner = rows.shape[0] // num_experts, rows.shape[1]
-    if isinstance(weight, Float8Weight) or (isinstance(weight, (Int4Weight, Int8Weight)) and weight.columns is None):
+    simple = (
+        isinstance(weight, Float8Weight)
+        or (isinstance(weight, (Int4Weight, Int8Weight)) and weight.columns is None)
+        or (isinstance(weight, TableWeight) and weight.outliers is None)
+    )
+    if simple and not isinstance(weight, (DenseWeight, SegmentedWeight)):
         return ExpertsWeight(torch.empty(0, dtype=dtype), num_experts, count, inner, weight.nbytes, low_bit=weight)
     dense = weight.data if isinstance(weight, DenseWeight) else dequantize(rows, dtype)
     return pack_experts(dense.view(num_experts, count, inner))

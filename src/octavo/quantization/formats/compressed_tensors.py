@@ -193,16 +193,29 @@ def _integer_inputs(pieces: Pieces, scheme: Scheme) -> Activations:
 
 def _read_float4(pieces: Pieces, scheme: Scheme) -> CodedRows:
     packed = pieces.of("weight_packed", torch.uint8, dims=2)
-    rows, columns = packed.shape[0], packed.shape[1] * 2
-    codes = torch.stack((packed & 15, packed >> 4), -1).view(rows, columns)
-    table = torch.tensor([[*FP4, *(-value for value in FP4)]], device=packed.device)
-    shape = (rows, groups_of(columns, scheme.group))
+    shape = (packed.shape[0], groups_of(packed.shape[1] * 2, scheme.group))
     if scheme.layout == _MXFP4 or "weight_global_scale" not in pieces:
         octets = pieces.shaped("weight_scale", torch.uint8, torch.float8_e8m0fnu, shape=shape).view(torch.uint8)
-        scales = torch.exp2(octets.float() - 127.0)
-        pieces.finite("weight_scale", torch.where(octets == 255, torch.inf, scales))
+        pieces.finite("weight_scale", torch.where(octets == 255, torch.inf, 1.0))
+        scales = powers_of_two(octets)
     else:
         stored = pieces.shaped("weight_scale", torch.float8_e4m3fn, shape=shape)
         scales = pieces.finite("weight_scale", stored).float() / pieces.one("weight_global_scale")
         pieces.finite("weight_global_scale", scales)
-    return CodedRows(codes, 4, scales, table=table, group=scheme.group)
+    return float4_rows(packed, scales, 0 if scheme.group == -1 else scheme.group)
+
+
+def powers_of_two(octets: torch.Tensor) -> torch.Tensor:
+    """What exponents (e8m0, none of them 255) stand for, in a dtype that holds it exactly and is no larger than it must be."""
+    return torch.exp2(octets.float() - 127.0).bfloat16()
+
+
+def float4_rows(packed: torch.Tensor, scales: torch.Tensor, group: int) -> CodedRows:
+    """Codes of 4-bit floating point, two a byte, the first one low.
+
+    Args:
+        packed: [rows, columns / 2] uint8. scales: [rows, groups].
+    """
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    table = torch.tensor([[*FP4, *(-value for value in FP4)]], device=packed.device)
+    return CodedRows(codes, 4, scales, table=table, group=group)
