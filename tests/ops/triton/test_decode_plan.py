@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from octavo.ops.triton.decode_plan import (
     HI,
-    INVARIANT_SPLIT,
     LO,
     MEMBER_FIRST_PART,
     MEMBER_NUM_PARTS,
@@ -26,7 +25,6 @@ from octavo.ops.triton.decode_plan import (
     bundle_limit,
     bundle_rows,
     decode_capacity,
-    invariant_capacity,
     plan_decode,
 )
 
@@ -91,14 +89,13 @@ def check_cover(plan: DecodePlan, lens: list[int], window: int | None, alignment
     lens=st.lists(st.integers(0, 5000), min_size=0, max_size=40),
     kv_heads=st.sampled_from([1, 2, 8]),
     window=st.sampled_from([None, 1, 100, 1024]),
-    invariant=st.booleans(),
 )
-def test_every_token_is_covered_once(lens: list[int], kv_heads: int, window: int | None, invariant: bool) -> None:
+def test_every_token_is_covered_once(lens: list[int], kv_heads: int, window: int | None) -> None:
     contexts = np.array(lens, dtype=np.int32)
-    capacity = invariant_capacity(len(lens), sum(lens)) if invariant else decode_capacity(len(lens), kv_heads, 132)
+    capacity = decode_capacity(len(lens), kv_heads, 132)
     plan = plan_decode(contexts, kv_heads, 132, capacity, sliding_window=window)
     assert plan.items.shape[0] == capacity.items
-    check_cover(plan, lens, window, INVARIANT_SPLIT if invariant else 16)
+    check_cover(plan, lens, window, 16)
 
 
 @given(lens=st.lists(st.integers(1, 20000), min_size=1, max_size=300))
@@ -129,15 +126,6 @@ def test_one_long_row_among_short_ones_is_cut() -> None:
     plan = plan_decode(lens, 8, 132, decode_capacity(32, 8, 132))
     assert (plan.items[:, ROW] == 31).sum() >= 8
     assert plan.num_items - (plan.items[: plan.num_items, ROW] == 31).sum() == 31, "the short ones stay whole"
-
-
-def test_invariant_cuts_depend_on_the_row_alone() -> None:
-    capacity = invariant_capacity(4, 20000)
-    alone = plan_decode(np.array([3000], dtype=np.int32), 8, 132, capacity)
-    mixed = plan_decode(np.array([70, 3000, 9000, 12], dtype=np.int32), 8, 132, capacity)
-    cuts = sorted((item[LO], item[HI]) for item in alone.items if item[HI] > 0)
-    assert sorted((item[LO], item[HI]) for item in mixed.items if item[HI] > 0 and item[ROW] == 1) == cuts
-    assert all(lo % INVARIANT_SPLIT == 0 for lo, _ in cuts)
 
 
 def test_padding_rows_get_no_work() -> None:
@@ -201,13 +189,11 @@ def test_many_rows_are_bundled_as_far_as_there_is_room() -> None:
     assert 200 <= int((plan.items[:, MEMBERS] * (plan.items[:, LO] == 0)).sum()) <= 256
 
 
-@pytest.mark.parametrize("case", ["nothing to gain", "sliding window", "batch invariant", "no room for members"])
+@pytest.mark.parametrize("case", ["nothing to gain", "sliding window", "no room for members"])
 def test_rows_stay_apart_where_bundles_do_not_pay_or_must_not_be(case: str) -> None:
     bundles = Bundles(np.array([0, 1]), np.array([2]), np.array([512]))
     lens = np.array([600, 600, *[2000 * (case == "nothing to gain")] * 20], dtype=np.int32)
     capacity = decode_capacity(22, 8, 132, bundle=4)
-    if case == "batch invariant":
-        capacity = invariant_capacity(22, 2000)
     if case == "no room for members":
         capacity = decode_capacity(22, 8, 132)
     plan = plan_decode(lens, 8, 132, capacity, sliding_window=1000 if case == "sliding window" else None, bundles=bundles)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, invariant_capacity, plan_decode
+from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, plan_decode
 from octavo.ops.triton.paged_decode import DecodeWorkspace, decode_tuning, paged_decode
 
 from .paged import PagedCase, attention_reference, paged_case, relative_error
@@ -24,7 +24,6 @@ def run(
     soft_cap: float | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    invariant: bool = False,
     max_rows: int | None = None,
     launches: int = 1,
     bundles: Bundles | None = None,
@@ -34,7 +33,7 @@ def run(
     kv_heads = case.key_cache.shape[1]
     contexts = np.array(case.starts, dtype=np.int32) + 1
     max_rows = max_rows or rows
-    capacity = invariant_capacity(max_rows, int(contexts.sum())) if invariant else decode_capacity(max_rows, kv_heads, SMS)
+    capacity = decode_capacity(max_rows, kv_heads, SMS)
     if bundles is not None:
         capacity = decode_capacity(max_rows, kv_heads, SMS, bundle=bundle_limit(heads // kv_heads))
     if at_once is not None:
@@ -44,9 +43,7 @@ def run(
     workspace = DecodeWorkspace.allocate(plan.capacity, heads, kv_heads, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
-    tuning = decode_tuning(
-        head_dim, case.key_cache.element_size(), max_rows, kv_heads, SMS, overlap=case.q.is_cuda, batch_invariant=invariant
-    )
+    tuning = decode_tuning(head_dim, case.key_cache.element_size(), max_rows, kv_heads, SMS, overlap=case.q.is_cuda)
     for _ in range(launches):
         paged_decode(
             case.q,
@@ -125,23 +122,6 @@ def test_graph_capacity_leaves_padding_rows_alone(device: torch.device) -> None:
     case = decode_case([40, 500], 4, 2, 64, device)
     out = run(case, max_rows=8)
     assert relative_error(out, attention_reference(case, scale=0.125)) < 8e-3
-
-
-def test_batch_invariant_rows_keep_their_bits(device: torch.device) -> None:
-    case = decode_case([600, 90, 1030], 2, 1, 64, device)
-    together = run(case, invariant=True)
-    for row in range(3):
-        alone = PagedCase(
-            case.q[row : row + 1],
-            case.key_cache,
-            case.value_cache,
-            case.block_tables[row : row + 1],
-            case.starts[row : row + 1],
-            [1],
-            case.keys[row : row + 1],
-            case.values[row : row + 1],
-        )
-        assert torch.equal(run(alone, invariant=True, max_rows=1 + 40 * row)[0], together[row])
 
 
 def test_whatever_the_block_size(device: torch.device) -> None:

@@ -22,7 +22,6 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     sms: int = 4,
-    invariant: bool = False,
     gather: bool = False,
 ) -> torch.Tensor:
     _, heads, head_dim = case.q.shape
@@ -30,7 +29,7 @@ def run(
     group = heads // kv_heads
     starts, counts = np.array(case.starts, dtype=np.int32), np.array(case.counts, dtype=np.int32)
     tuning = tuning or prefill_tuning(head_dim, group, max(case.counts), queries_per_key(starts, counts), gathered=gather)
-    plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(group), kv_heads, sms, sliding_window=window, batch_invariant=invariant)
+    plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(group), kv_heads, sms, sliding_window=window)
     workspace = PrefillWorkspace.allocate(kv_heads, head_dim, sms, case.q.device)
     out = torch.full_like(case.q, float("nan"))
     gathered, gathered_starts = None, None
@@ -101,15 +100,6 @@ def test_float8_cache(gather: bool, device: torch.device) -> None:
     scales = torch.tensor([0.5, 2.0], device=device)
     out = run(case, k_scale=scales, v_scale=scales * 3, gather=gather)
     assert relative_error(out, attention_reference(case, scale=0.125, k_scale=scales, v_scale=scales * 3)) < 8e-3
-
-
-@pytest.mark.gpu  # the interpreter multiplies with BLAS, whose bits depend on a row's place in the matrix
-def test_bits_do_not_depend_on_chunking_or_batch_mates(device: torch.device) -> None:
-    case = paged_case([0, 0], [150, 60], 4, 2, 64, device=device)
-    tuning = PrefillTuning(rows=64, tile=64, warps=4, stages=2)
-    whole = run(case, tuning=tuning, invariant=True)
-    tail = PagedCase(case.q[77:150], case.key_cache, case.value_cache, case.block_tables[:1], [77], [73], case.keys[:1], case.values[:1])
-    assert torch.equal(run(tail, tuning=tuning, invariant=True), whole[77:150])
 
 
 @pytest.mark.gpu

@@ -35,9 +35,6 @@ MEMBER_FIELDS = 4
 MEMBER_ROW, MEMBER_PART, MEMBER_FIRST_PART, MEMBER_NUM_PARTS = range(MEMBER_FIELDS)
 """Columns of a member: a row, and the item's part of it, as above."""
 
-INVARIANT_SPLIT = 512
-"""Batch-invariant plans cut every context at multiples of this many tokens, whatever else is in the batch."""
-
 _ALIGNMENT = 16
 _BLOCKS_PER_SM = 3
 """Thread blocks that fit an SM at a time."""
@@ -128,12 +125,6 @@ def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int, *, bundle: 
     )
 
 
-def invariant_capacity(max_rows: int, max_total_tokens: int) -> DecodeCapacity:
-    """Enough for any batch-invariant plan of up to `max_rows` rows that hold `max_total_tokens` tokens together."""
-    items = max_rows + max_total_tokens // INVARIANT_SPLIT
-    return DecodeCapacity(items=items, parts=items, cuts=0, at_once=items)
-
-
 def bundle_rows(order: Int32, common: Int32, most: int, min_shared: int = 256) -> Bundles | None:
     """Put rows with long common beginnings into bundles.
 
@@ -184,8 +175,7 @@ def plan_decode(
 
     Args:
         context_lens: [rows] tokens each row attends to, its own included; 0 is a padding row that gets no work.
-        capacity: sizes the plan must have, from `decode_capacity`, or from `invariant_capacity` to cut each row by its own
-            length alone, so that a row's bits never depend on its batch mates.
+        capacity: sizes the plan must have, from `decode_capacity`.
         sliding_window: rows attend to their last `sliding_window` tokens only. Such rows are not bundled.
         bundles: rows that may be read together, of no more rows each than the capacity was made for. They are where the
             capacity has members and it pays.
@@ -235,16 +225,11 @@ def _repeat(counts: Int64) -> tuple[Int64, Int64]:
 
 
 def _cut(lens: Int64, capacity: DecodeCapacity, sliding_window: int | None, min_part: int) -> _Items:
-    batch_invariant = capacity.cuts == 0
     begins = np.zeros_like(lens)
     if sliding_window is not None:
-        alignment = INVARIANT_SPLIT if batch_invariant else _ALIGNMENT
-        begins = np.maximum(lens - sliding_window, 0) // alignment * alignment
+        begins = np.maximum(lens - sliding_window, 0) // _ALIGNMENT * _ALIGNMENT
     need = lens - begins
-    if batch_invariant:
-        parts, size = -(-need // INVARIANT_SPLIT), np.full_like(need, INVARIANT_SPLIT)
-    else:
-        parts, size = _pieces(need, _share(int(need.sum()), capacity, min_part))
+    parts, size = _pieces(need, _share(int(need.sum()), capacity, min_part))
     if not len(need) or int(parts.max()) <= 1:
         row = np.flatnonzero(need)
         columns = np.zeros((ITEM_FIELDS, len(row)), dtype=np.int64)

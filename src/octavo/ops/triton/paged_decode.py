@@ -49,18 +49,13 @@ def decode_tuning(
     sm_count: int,
     *,
     overlap: bool = False,
-    batch_invariant: bool = False,
 ) -> DecodeTuning:
-    """Measured on one H200 (benchmarks/gpu_attention.py).
-
-    Args:
-        batch_invariant: nothing that changes a rounding may depend on `max_rows`.
-    """
+    """Measured on one H200 (benchmarks/gpu_attention.py)."""
     if triton.next_power_of_2(head_dim) * cache_itemsize > 256:
         return DecodeTuning(tile=32, warps=4, stages=2, overlap=overlap)
     blocks = max_rows * num_kv_heads
     crowded = blocks > 3 * sm_count
-    if crowded and cache_itemsize == 1 and not batch_invariant:
+    if crowded and cache_itemsize == 1:
         return DecodeTuning(tile=64, warps=2, stages=2, overlap=overlap)
     # Three stages are three thread blocks an SM. Where about that many whole rows make one wave, two blocks an SM with deeper
     # pipelines spread more evenly.

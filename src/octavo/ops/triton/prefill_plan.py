@@ -40,14 +40,12 @@ def plan_prefill(
     sm_count: int,
     *,
     sliding_window: int | None = None,
-    batch_invariant: bool = False,
 ) -> PrefillPlan:
     """Cut rows into tiles of queries; where there are fewer tiles than the SMs can hold, cut their keys into parts too.
 
     Args:
         start, count: [rows] first position computed, and how many. Rows follow each other in the batch.
         first_token: batch index of the first row's first token.
-        batch_invariant: never cut keys, so that a token's bits depend on its own sequence alone.
     """
     starts, counts = start.astype(np.int64), count.astype(np.int64)
     tiles = -(-counts // tokens_per_tile)
@@ -61,7 +59,7 @@ def plan_prefill(
     if sliding_window is not None:
         lo = np.maximum(position - sliding_window + 1, 0) // PART_ALIGNMENT * PART_ALIGNMENT
     parts = np.ones(len(row), dtype=np.int64)
-    if not batch_invariant and len(row):
+    if len(row):
         fair = -(-int((hi - lo).sum()) * num_kv_heads // (_BLOCKS_PER_SM * sm_count))
         share = -(-max(_MIN_PART, fair) // PART_ALIGNMENT) * PART_ALIGNMENT
         parts = -(-(hi - lo) // share)
