@@ -86,10 +86,11 @@ def _cpu(threads: int) -> DeviceInfo:
     total, available = host_memory()
     kind: Literal["cpu"] = "cpu"
     native = native_kernels_path() is not None
-    return DeviceInfo(kind=kind, name=_cpu_name(), total_bytes=total, free_bytes=available, threads=threads, native_kernels=native)
+    return DeviceInfo(kind=kind, name=cpu_name(), total_bytes=total, free_bytes=available, threads=threads, native_kernels=native)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the processor is called, as far as the system says."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -42,6 +42,8 @@ def summary(name: str, seconds: Sequence[float], percentiles: Sequence[float] = 
 
 def environment() -> dict[str, Any]:
     """Versions and machine, without importing anything large."""
+    from octavo.config.device import cpu_name
+
     versions = {}
     for package in ("torch", "transformers", "triton", "numpy"):
         try:
@@ -52,6 +54,7 @@ def environment() -> dict[str, Any]:
         "octavo": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         **versions,
     }
