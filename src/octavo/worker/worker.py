@@ -78,7 +78,7 @@ class Worker:
     ) -> None:
         self._ranks = ranks
         self._device = ranks.device(config.device.kind, config.parallel)
-        if self._device.type == "cuda":
+        if self._device.index is not None:  # one of several GPUs
             torch.cuda.set_device(self._device)
         config = self._config = measured_device(config, self._device)
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
