@@ -136,7 +136,7 @@ def test_a_conversation_is_what_its_template_makes_of_it(chatting: ServerProcess
         ({"messages": [{"role": "user", "content": "a"}], "input": "a"}, "input"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": [{"content": "a"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "cat " * 100}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "cat " * 100}]}, "messages"),
     ],
 )
 def test_a_bad_conversation_is_named(chatting: ServerProcess, body: dict[str, object], param: str) -> None:

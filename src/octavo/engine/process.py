@@ -80,6 +80,7 @@ class Mailbox:
         self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
         self._inbox.bind(boot.inbox)
         self._outbox.connect(boot.outbox)
+        self._inbox.recv()  # the greeting
         self._giving_up = threading.Lock()
         self._alarm = self._context.socket(zmq.PUSH)
         self._alarm.setsockopt(zmq.LINGER, LINGER_MS)

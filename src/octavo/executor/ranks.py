@@ -25,6 +25,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead
 from octavo.executor.inline import Rank
 from octavo.executor.ring import RING_BYTES, RingWriter, make_memory
+from octavo.protocol.boot import child_environment
 from octavo.protocol.engine import EngineReady
 from octavo.protocol.ranks import PrepareNow, RankBoot, RankFailed, RankReady, RunStep, StopRank, decode_up, encode
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
@@ -128,7 +129,10 @@ class RanksExecutor:
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, pass_fds=(memory, read_headers, write_status)
+                [sys.executable, "-P", "-m", module],
+                stdin=subprocess.PIPE,
+                env=child_environment(),
+                pass_fds=(memory, read_headers, write_status),
             )
             assert process.stdin is not None
             process.stdin.write(pickle.dumps(boot))

@@ -19,14 +19,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-import octavo
+from octavo.protocol.boot import GREETING, child_environment
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -71,6 +70,7 @@ class ChildProcess(Generic[Sent, Received]):
         # Connecting, not binding: what is sent before the child has its end is kept for it.
         self._outbox.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._outbox.connect(inbox)
+        self._outbox.send(GREETING, zmq.NOBLOCK)
         self._inbox.bind(outbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(received)
@@ -144,15 +144,11 @@ def _private_folder() -> str:
 
 
 def _spawn(module: str, boot: object, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    # The child must import the same octavo as we did, wherever that came from.
-    source = str(Path(octavo.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [environment.get("PYTHONPATH")])])
     popen = subprocess.Popen(
         # -P: a torch.py in the user's folder must not shadow the real one.
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
-        env=environment,
+        env=child_environment(),
         pass_fds=pass_fds,
         start_new_session=True,  # Ctrl-C in a terminal goes to us alone, and its own children can be ended as a group
     )

@@ -12,9 +12,13 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
+import octavo
 from octavo.config.types import EngineConfig
 
+GREETING = b""
+"""The first thing that a child gets: it says nothing before, so that both connections stand when the socket files are removed."""
 DEFAULT_BUILDER = "octavo.engine.build:build_server_engine"
 
 PR_SET_PDEATHSIG = 1
@@ -32,6 +36,12 @@ class EngineBoot:
     """The parent's main thread starts the process: it may be killed when that thread ends."""
     builder: str = DEFAULT_BUILDER
     """`module:function` that makes the engine core; tests put a scripted one here."""
+
+
+def child_environment() -> dict[str, str]:
+    """For processes that we start: they must import the same octavo as we did, wherever that came from."""
+    source = str(Path(octavo.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def die_with_parent(from_main_thread: bool) -> None:

@@ -69,6 +69,7 @@ class RelayedClient:
         self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
         self._inbox.bind(boot.inbox)
         self._outbox.connect(boot.outbox)
+        zmq.Socket.shadow(self._inbox.underlying).recv()  # the greeting: an event loop need not run yet
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToApiServer)
         self._state: State = "starting"
