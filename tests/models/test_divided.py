@@ -15,9 +15,9 @@ from octavo.models.loader import load_model
 from octavo.models.sharding import Shard, possible_sizes, shard_spec
 from octavo.ops.registry import load_ops
 from octavo.parallel.group import TensorGroup
-from tests.models.contiguous import load, run
+from tests.models.contiguous import ContiguousAttend, load, run
 from tests.models.test_parity import CASES, IDS
-from tests.support.thread_group import together
+from tests.support.thread_group import ThreadPipeline, one_after_the_other, together
 from tests.support.tiny_models import config_for, save_tiny
 
 EXPERTS = [name for name in CASES if any(part in name for part in ("moe", "mixtral", "deepseek", "gpt-oss"))]
@@ -57,6 +57,29 @@ def test_experts_dealt_out_whole(tmp_path: Path, name: str) -> None:
     save_tiny(tmp_path, family, **overrides)
     for logits in logits_of_ranks(tmp_path, 2, whole_experts=True):
         torch.testing.assert_close(logits, run(load(tmp_path), IDS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_compute_what_one_does(tmp_path: Path, name: str, dtype: str) -> None:
+    """To the bit: the same operations in the same order."""
+    family, overrides = CASES[name]
+    save_tiny(tmp_path, family, **overrides)
+    config = replace(config_for(tmp_path, dtype=dtype), parallel=ParallelConfig(pipeline=2))
+
+    def stage(pipeline: ThreadPipeline) -> torch.Tensor | None:
+        model = load_model(config, load_ops("cpu"), torch.device("cpu"), lambda *_: None, pipeline=pipeline)
+        if model.makes_logits:
+            return run(model, IDS, chunks=[30, 1, 9])
+        attend, start = ContiguousAttend(model.layer_specs), 0
+        for count in (30, 1, 9):
+            model.forward(torch.tensor(IDS[start : start + count]), torch.arange(start, start + count), attend)
+            start += count
+        return None
+
+    _, logits = one_after_the_other(2, stage)
+    assert logits is not None
+    assert torch.equal(logits, run(load(tmp_path, dtype=dtype), IDS, chunks=[30, 1, 9]))
 
 
 QUANTIZED = Path(__file__).parents[1] / "fixtures" / "quantized"

@@ -1,7 +1,8 @@
-"""Ranks as threads: a `TensorGroup` whose sums meet at a barrier. Every rank's arithmetic, without processes."""
+"""Ranks as threads: a `TensorGroup` whose sums meet at a barrier, a `Pipeline` of queues. Every rank's arithmetic, without processes."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,30 @@ class ThreadGroup:
         everybody = list(self._shared)
         self._barrier.wait(60)
         return everybody  # type: ignore[return-value]
+
+
+class ThreadPipeline:
+    """One stage. Implements `parallel.pipeline.Pipeline`."""
+
+    def __init__(self, stage: int, queues: list[queue.SimpleQueue[torch.Tensor]]) -> None:
+        self.stage = stage
+        self.stages = len(queues) + 1
+        self._queues = queues
+
+    def receive(self, out: torch.Tensor) -> torch.Tensor:
+        got = self._queues[self.stage - 1].get(timeout=60)
+        assert (got.shape, got.dtype) == (out.shape, out.dtype)
+        return out.copy_(got)
+
+    def send(self, x: torch.Tensor) -> None:
+        self._queues[self.stage].put(x.clone())
+
+
+def one_after_the_other(stages: int, run: Callable[[ThreadPipeline], T]) -> list[T]:
+    """What `run` returns on each of `stages` ranks."""
+    queues: list[queue.SimpleQueue[torch.Tensor]] = [queue.SimpleQueue() for _ in range(stages - 1)]
+    with ThreadPoolExecutor(stages) as pool:
+        return [result.result() for result in [pool.submit(run, ThreadPipeline(stage, queues)) for stage in range(stages)]]
 
 
 def together(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:

@@ -136,7 +136,7 @@ class Decoder:
         self._ops = ops
         self._embedding = weights.tensors.get("embed")
         self._first_token = shard.rank * share.vocab_size
-        norm = next(t for name, t in weights.tensors.items() if name.startswith("layers."))
+        norm = next(t for name, t in weights.tensors.items() if name.endswith("norm"))
         self._dtype, device = norm.dtype, norm.device
         # Gemma was trained with the scale in the model's own precision.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._dtype))
