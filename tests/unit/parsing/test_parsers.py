@@ -20,6 +20,7 @@ from octavo.frontend.parsing.formats import (
     reasoning_format,
     tool_format,
 )
+from octavo.frontend.parsing.machine import MAX_NAME
 from octavo.frontend.parsing.reply import ReplyFormat, ReplyParser, read_whole
 
 SCHEMAS = {"f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "get-time": {}}
@@ -156,6 +157,24 @@ def test_any_text_at_any_split(name: str, parts: list[str], places: list[int], f
     whole = read_whole(form, text, cut_short=cut_short)
     assert joined(form, cut(text, [min(place, len(text)) for place in places]), cut_short=cut_short) == whole
     assert joined(form, list(text), cut_short=cut_short) == whole
+
+
+NAME_EDGES = [
+    '[TOOL_CALLS]<tool_call>\n{"a": 1}',
+    '[TOOL_CALLS]f \n [ARGS]{"a": 1}',
+    "[TOOL_CALLS]f\ng[ARGS]{}",
+    *(f"[TOOL_CALLS]{'f' * n}[ARGS]{{}}" for n in range(MAX_NAME - 6, MAX_NAME + 3)),
+    *(f"[TOOL_CALLS]f[CALL_ID]{'1' * n}{{}}" for n in range(MAX_NAME - 12, MAX_NAME + 3)),
+]
+"""Names with line ends, and about as long as they may be."""
+
+
+@pytest.mark.parametrize("text", NAME_EDGES)
+def test_a_name_is_one_however_it_comes(text: str) -> None:
+    form = ReplyFormat(TOOL_FORMATS["mistral"], SCHEMAS)
+    whole = read_whole(form, text)
+    assert joined(form, list(text)) == whole
+    assert all(joined(form, cut(text, [place])) == whole for place in range(len(text)))
 
 
 WHOLE_CALLS = [(name, text, calls) for name, text, answer, calls in CASES if calls and not answer]

@@ -149,15 +149,13 @@ class TaggedCalls(Machine):
     def _name(self) -> bool:
         ends = (*self._name_ends, "{")
         found = first_marker(self._buffer, ends)
-        if found is None:
-            if len(self._buffer) > MAX_NAME or "\n" in self._buffer:
-                self._give_up()
-                return True
-            return False
-        at, _ = found
+        # As much of it as will not change, whatever comes next: so that it does not matter how much is there already.
+        at = undecided(self._buffer, ends) if found is None else found[0]
         if at > MAX_NAME or "\n" in self._buffer[:at].strip():
             self._give_up()
             return True
+        if found is None:
+            return False
         name = self._take(at).strip()
         if not name:
             self._give_up()
@@ -169,10 +167,10 @@ class TaggedCalls(Machine):
     def _before_arguments(self) -> bool:
         """Markers and blanks up to the brace: [ARGS], or [CALL_ID] and an id."""
         at = self._buffer.find("{")
+        if (at if at >= 0 else len(self._buffer)) > MAX_NAME:
+            self._give_up()
+            return True
         if at < 0:
-            if len(self._buffer) > MAX_NAME:
-                self._give_up()
-                return True
             return False
         self._take(at)
         self._start_call(self._pending_name)
