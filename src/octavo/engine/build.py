@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
 from octavo.protocol.engine import EngineReady
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), called while the engine loads."""
 
+
+RANK_MODULE = "octavo.engine.rank"
+"""What the process of a rank runs."""
 
 Lost = Callable[[str, str], None]
 """(message, kind of OctavoError)"""
@@ -82,11 +86,17 @@ def build_engine(
 
 def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) -> Executor:
     """One process a rank; this one is the first."""
+    from octavo.executor.door import Door, address_here
     from octavo.executor.ranks import RanksExecutor
     from octavo.parallel.distributed import open_meeting
     from octavo.worker.worker import Worker
 
-    meeting, address = open_meeting(config.parallel.world)
+    parallel = config.parallel
+    if parallel.nodes.rank > 0:
+        raise ConfigError(f"--node-rank {parallel.nodes.rank}: only the first host takes requests. Run `octavo serve` on the others.")
+    meeting, address = open_meeting(parallel.world, host=address_here(parallel.nodes))
+    far = {rank: parallel.node_of(rank) for rank in range(parallel.per_node, parallel.world)}
+    door = Door(config, parallel.nodes, far, rendezvous=address, defer=defer) if far else None
 
     def first(check: Callable[[], None]) -> Worker:
         meeting.wait_for_everybody(check)
@@ -101,17 +111,19 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
         config,
         first,
         rendezvous=address,
-        module="octavo.engine.rank",
+        module=RANK_MODULE,
+        local=range(1, parallel.per_node),
+        door=door,
         lost=lost,
         defer=defer,
     )
 
 
-def join(boot: RankBoot) -> Ranks:
+def join(boot: RankBoot, rendezvous: str) -> Ranks:
     """The place of a rank that another process has started."""
     from octavo.parallel.distributed import join_meeting
 
-    meeting = join_meeting(boot.rendezvous, boot.rank, boot.config.parallel.world)
+    meeting = join_meeting(rendezvous, boot.rank, boot.config.parallel.world)
     meeting.wait_for_everybody(lambda: None)  # the engine ends us if somebody does not come
     return _together(meeting, boot.config, boot.local_rank)
 
