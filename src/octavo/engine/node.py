@@ -18,7 +18,7 @@ from octavo.config.types import EngineConfig
 from octavo.engine.build import RANK_MODULE
 from octavo.errors import EngineDead, error_of
 from octavo.executor.door import resolve_address
-from octavo.executor.rank_ends import LocalRank
+from octavo.executor.rank_ends import SILENT_SECONDS, LocalRank
 from octavo.protocol.ranks import LinkPlace, RankBoot, RankFailed
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ AGAIN_SECONDS = 60.0
 """How long to look for the next engine after one has been lost. It is started at once, if at all."""
 ENDED_SECONDS = 15.0
 """The same after one has ended in good order."""
+LOOK_SECONDS = 1.0
 FOLLOW_SECONDS = 5.0
 """The other ranks see by themselves that the engine is gone."""
 
@@ -91,8 +92,10 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(rank, selectors.EVENT_READ)
+            stopped: dict[int, float] = {}
             while len(selector.get_map()) == len(ranks):
-                for key, _ in selector.select():
+                _end_stopped(ranks, stopped)
+                for key, _ in selector.select(LOOK_SECONDS):
                     assert isinstance(key.fileobj, LocalRank)
                     messages = key.fileobj.read()
                     if messages is None:
@@ -109,6 +112,16 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
         for rank in ranks:
             rank.end(deadline, now=failure is not None)
     return failure, all(rank.process.returncode == 0 for rank in ranks)
+
+
+def _end_stopped(ranks: list[LocalRank], since: dict[int, float]) -> None:
+    """A rank that a signal has stopped does not notice that its engine is gone: it would stay for ever."""
+    for rank in ranks:
+        if not rank.is_stopped():
+            since.pop(rank.rank, None)
+        elif time.monotonic() - since.setdefault(rank.rank, time.monotonic()) > SILENT_SECONDS:
+            logger.error("Rank %d (process %d) is stopped, by a signal or a debugger: ending it", rank.rank, rank.process.pid)
+            rank.process.kill()
 
 
 def _start(config: EngineConfig, rank: int, local_rank: int, patience: float, *, speaks: bool) -> LocalRank:

@@ -53,6 +53,7 @@ def _run(boot: RankBoot, channel: Channel) -> bool:
     while (data := channel.receive()) is not None:
         message = decode_down(data)
         if isinstance(message, StopRank):
+            channel.leave()
             worker.shutdown()
             return True
         if isinstance(message, RunStep):

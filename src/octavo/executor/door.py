@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -289,12 +289,13 @@ class _NotNow(Exception):
     """Nobody is at the door, or it may work in a moment."""
 
 
-def come_in(config: EngineConfig, rank: int, *, patience: float, speaks: bool) -> tuple[LinkReader, Welcome]:
+def come_in(config: EngineConfig, rank: int, *, patience: float, speaks: bool, lost: Callable[[], None]) -> tuple[LinkReader, Welcome]:
     """A rank's way in.
 
     Args:
         patience: seconds to try for.
         speaks: log what it waits for.
+        lost: see `LinkReader`.
 
     Raises:
         ConfigError: the first host will not have it, or is not who it should be.
@@ -304,7 +305,8 @@ def come_in(config: EngineConfig, rank: int, *, patience: float, speaks: bool) -
     deadline, told = time.monotonic() + patience, False
     while True:
         try:
-            return _knock(config, nodes, rank)
+            sock, answer = _knock(config, nodes, rank)
+            return LinkReader(sock, lost), answer
         except _NotNow as e:
             why = e
         if time.monotonic() > deadline:
@@ -318,7 +320,7 @@ def come_in(config: EngineConfig, rank: int, *, patience: float, speaks: bool) -
         time.sleep(RETRY_SECONDS)
 
 
-def _knock(config: EngineConfig, nodes: NodesConfig, rank: int) -> tuple[LinkReader, Welcome]:
+def _knock(config: EngineConfig, nodes: NodesConfig, rank: int) -> tuple[socket.socket, Welcome]:
     try:
         sock = socket.create_connection((resolve_address(nodes), nodes.port), KNOCK_SECONDS)
     except OSError as e:
@@ -348,7 +350,7 @@ def _knock(config: EngineConfig, nodes: NodesConfig, rank: int) -> tuple[LinkRea
     except BaseException:
         sock.close()
         raise
-    return LinkReader(sock), answer
+    return sock, answer
 
 
 def _told(sock: socket.socket) -> ToGuest:

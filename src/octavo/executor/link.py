@@ -1,7 +1,7 @@
 """Plans over TCP: what the ring is on one host, for a rank on another one. Both ends of one connection.
 
-A host that is cut off closes nothing. So the rank says now and then that it is alive, from a thread of its own, and the kernel asks for
-the engine when it has been silent.
+A host that is cut off closes nothing. So the rank says now and then that it is alive, from a thread of its own; when even the kernel gets
+no answer to that, the engine is gone, whatever the rank is waiting for in the middle of a step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from octavo.protocol.ranks import FromRank, RankAlive, decode_up, encode
 ALIVE_SECONDS = 1.0
 _CHECK_SECONDS = 0.2
 _READ = 1 << 20
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+_OPTIONS = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 12_000}
+"""The last, in ms, is for what has been sent and not acknowledged; the others for when there is no such thing."""
 
 
 def prepare(sock: socket.socket) -> None:
     """Every message leaves at once, and a peer that is gone without a word is noticed within 15 s."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in _OPTIONS.items():
         if hasattr(socket, name):  # not everywhere, under these names
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -41,6 +41,8 @@ class LinkWriter:
         self._frames = FrameBuffer()
         self.sent = 0
         """Messages."""
+        self.lost = ""
+        """What the kernel says of the end of the connection, if that was not an orderly one."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -71,7 +73,8 @@ class LinkWriter:
             data = self._socket.recv(_READ)
         except BlockingIOError:
             return []
-        except OSError:
+        except OSError as e:
+            self.lost = e.strerror or str(e)
             return None
         return [decode_up(message) for message in self._frames.feed(data)] if data else None
 
@@ -89,16 +92,22 @@ class LinkWriter:
 
 
 class LinkReader:
-    """The rank's end."""
+    """The rank's end.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        lost: called from a thread when the engine is found to be gone, unless `leave` came first. `receive` notices only when somebody
+            waits in it.
+    """
+
+    def __init__(self, sock: socket.socket, lost: Callable[[], None]) -> None:
         sock.settimeout(None)
         self._socket = sock
+        self._lost = lost
         self._frames = FrameBuffer()
         self._whole: deque[bytes] = deque()
         self._taken = 0
         self._saying = threading.Lock()
-        self._closed = threading.Event()
+        self._left = threading.Event()
         threading.Thread(target=self._tell, name="octavo-link", daemon=True).start()
 
     def receive(self) -> bytes | None:
@@ -118,14 +127,23 @@ class LinkReader:
         """The message taken last has been dealt with."""
 
     def say(self, message: FromRank) -> None:
-        """Send a message up. Whether the engine still is there is seen by `receive`."""
-        with self._saying, contextlib.suppress(OSError):
+        """Send a message up."""
+        with contextlib.suppress(OSError):
+            self._say(message)
+
+    def leave(self) -> None:
+        """The engine may go now."""
+        self._left.set()
+
+    def _say(self, message: FromRank) -> None:
+        with self._saying:
             self._socket.sendall(framed(encode(message)))
 
-    def close(self) -> None:
-        self._closed.set()
-        self._socket.close()
-
     def _tell(self) -> None:
-        while not self._closed.wait(ALIVE_SECONDS):
-            self.say(RankAlive(self._taken))
+        while not self._left.wait(ALIVE_SECONDS):
+            try:
+                self._say(RankAlive(self._taken))
+            except OSError:
+                if not self._left.is_set():
+                    self._lost()
+                return

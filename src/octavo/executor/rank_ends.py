@@ -16,7 +16,7 @@ from octavo.executor.frames import FrameBuffer
 from octavo.executor.ring import RingWriter
 from octavo.protocol.ranks import FromRank, RankAlive, RankBoot, RankReady, decode_up
 
-SILENT_SECONDS = 15.0
+SILENT_SECONDS = 10.0
 """A rank on another host says more often than this that it is alive."""
 _READ = 1 << 16
 
@@ -80,9 +80,18 @@ class LocalRank:
     def silent(self) -> str | None:
         return None
 
+    def is_stopped(self) -> bool:
+        """By a signal or a debugger."""
+        import psutil
+
+        try:
+            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
     def trouble(self) -> str | None:
         who = f"rank {self.rank} (process {self.process.pid})"
-        if _stopped(self.process.pid):
+        if self.is_stopped():
             return f"{who} is stopped, by a signal or a debugger"
         if self.ring is not None and self.ring.taken(self.reader) < self.ring.sent:
             return f"{who} has not taken it"
@@ -127,13 +136,15 @@ class LinkedRank:
         return messages
 
     def farewell(self) -> str:
-        return f"Rank {self.rank} ({self._where}) has ended, or its host has."
+        why = f" ({self.link.lost})" if self.link.lost else ""
+        return f"Rank {self.rank} ({self._where}) has ended, or its host has{why}."
 
     def silent(self) -> str | None:
         quiet = time.monotonic() - self._heard
-        if quiet < SILENT_SECONDS:
+        if not self.ready or quiet < SILENT_SECONDS:  # libraries that load may keep every thread of it waiting; then the kernel watches
             return None
-        return f"Rank {self.rank} ({self._where}) has not been heard of for {quiet:.0f} s: its host is gone, or the network between."
+        where = f"Rank {self.rank} ({self._where})"
+        return f"{where} has not been heard of for {quiet:.0f} s: it is stopped, or its host is gone, or the network between."
 
     def trouble(self) -> str | None:
         if self._taken < self.link.sent:
@@ -158,15 +169,6 @@ def start_rank(boot: RankBoot, module: str, pass_fds: tuple[int, ...]) -> subpro
         process.stdin.write(pickle.dumps(boot))
         process.stdin.flush()
     return process
-
-
-def _stopped(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from octavo.executor.door import come_in
 from octavo.executor.frames import framed
 from octavo.executor.ring import RingReader
 from octavo.protocol.ranks import FromRank, LinkPlace, RankBoot, RankFailed, RingPlace, encode
+
+logger = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -26,6 +29,9 @@ class Channel(Protocol):
 
     def say(self, message: FromRank) -> None: ...
 
+    def leave(self) -> None:
+        """The engine may go now: it has said so."""
+
 
 class RingChannel:
     """From the engine on this host. Implements `Channel`."""
@@ -41,6 +47,9 @@ class RingChannel:
     def say(self, message: FromRank) -> None:
         say(self._status, message)
 
+    def leave(self) -> None:
+        """Nothing to do: who started us sees our end."""
+
 
 class LinkChannel:
     """From the engine on another host. Implements `Channel`.
@@ -51,7 +60,7 @@ class LinkChannel:
 
     def __init__(self, boot: RankBoot, place: LinkPlace) -> None:
         try:
-            self._link, welcome = come_in(boot.config, boot.rank, patience=place.patience, speaks=place.speaks)
+            self._link, welcome = come_in(boot.config, boot.rank, patience=place.patience, speaks=place.speaks, lost=_end)
         except OctavoError as e:
             say(place.status, RankFailed(str(e), type(e).__name__))
             raise
@@ -60,6 +69,13 @@ class LinkChannel:
         self.receive = self._link.receive
         self.finished = self._link.finished
         self.say = self._link.say
+        self.leave = self._link.leave
+
+
+def _end() -> None:
+    """Whatever the main thread waits for: nobody waits for it any more."""
+    logger.error("The engine is gone")
+    os._exit(1)
 
 
 def open_channel(boot: RankBoot) -> Channel:
