@@ -32,6 +32,10 @@ def nothing_to_do(message: str, kind: str) -> None:
     """For callers whose next step fails, which is enough."""
 
 
+def nothing() -> None:
+    """For what has nothing to release."""
+
+
 def no_progress(phase: str, done: int, total: int) -> None:
     """For callers with nothing to draw."""
 
@@ -94,15 +98,35 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
     parallel = config.parallel
     if parallel.nodes.rank > 0:
         raise ConfigError(f"--node-rank {parallel.nodes.rank}: only the first host takes requests. Run `octavo serve` on the others.")
-    meeting, address = open_meeting(parallel.world, host=address_here(parallel.nodes))
-    far = {rank: parallel.node_of(rank) for rank in range(parallel.per_node, parallel.world)}
-    door = Door(config, parallel.nodes, far, rendezvous=address, defer=defer) if far else None
+    if parallel.executor == "ray":
+        from octavo.executor.ray_cluster import RayRanks
+
+        cluster: RayRanks | None = RayRanks(config)
+    else:
+        cluster = None
+    ours, nodes = (config, parallel.nodes) if cluster is None else (cluster.config, cluster.nodes)
+    first_far = 1 if cluster is not None else parallel.per_node
+    try:
+        meeting, address = open_meeting(parallel.world, host=address_here(nodes))
+        far = {rank: parallel.node_of(rank) for rank in range(first_far, parallel.world)}
+        door = Door(config, nodes, far, rendezvous=address, defer=defer) if far else None
+        if cluster is not None and door is not None:
+            cluster.start(door.address[1], RANK_MODULE)
+    except BaseException:
+        if cluster is not None:
+            cluster.close()
+        raise
 
     def first(check: Callable[[], None]) -> Worker:
-        meeting.wait_for_everybody(check)
-        ranks = _together(meeting, config, 0)
+        def check_all() -> None:
+            check()
+            if cluster is not None:
+                cluster.check()
+
+        meeting.wait_for_everybody(check_all)
+        ranks = _together(meeting, ours, 0)
         try:
-            return Worker(config, progress, defer_graphs=defer, ranks=ranks)
+            return Worker(ours, progress, defer_graphs=defer, ranks=ranks)
         except BaseException:
             ranks.close()  # this process may try again
             raise
@@ -112,8 +136,9 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
         first,
         rendezvous=address,
         module=RANK_MODULE,
-        local=range(1, parallel.per_node),
+        local=range(1, first_far),
         door=door,
+        release=nothing if cluster is None else cluster.close,
         lost=lost,
         defer=defer,
     )

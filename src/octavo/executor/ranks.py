@@ -57,6 +57,7 @@ class RanksExecutor:
         module: what a rank's process runs.
         local: the ranks to start here.
         door: where the others come in, where there are any; closed with the executor.
+        release: called when all have ended.
         lost: what to do when a rank is gone; may never return.
         defer: leave for `prepare` what can wait.
 
@@ -73,6 +74,7 @@ class RanksExecutor:
         module: str,
         local: range,
         door: Door | None = None,
+        release: Callable[[], None] = lambda: None,
         lost: Lost,
         defer: bool,
     ) -> None:
@@ -88,6 +90,7 @@ class RanksExecutor:
         """A CPU computes when it launches: our stage's share waits until a result is wanted, so that the stages before can be ahead."""
         self._waiting: deque[StepPlan] = deque()
         self._door = door
+        self._release = release
         self._ring: RingWriter | None = None
         self._ends: list[RankEnd] = []
         """Of the ranks that are here."""
@@ -305,6 +308,7 @@ class RanksExecutor:
             end.end(deadline, now=self._failure is not None or (isinstance(end, LinkedRank) and not well))
         if self._ring is not None:
             self._ring.close()
+        self._release()
 
     @staticmethod
     def _give_up() -> None:
