@@ -224,7 +224,9 @@ class EngineArgs:
         "Needed where --master-addr is not a private address.",
         group="execution",
     )
-    node_timeout: float = setting(300.0, "With several hosts: seconds that they wait for each other at the start.", group="execution")
+    node_timeout: float = setting(
+        300.0, "Seconds that several hosts wait for each other at the start, and for places in a Ray cluster.", group="execution"
+    )
     disable_custom_all_reduce: bool = setting(False, "Octavo chooses by itself; accepted and ignored.", group="execution", status="ignored")
     speculative_config: dict[str, Any] | None = setting(None, "JSON: speculative decoding.", group="execution", status="not yet")
     enable_lora: bool = setting(False, "LoRA adapters.", group="execution", status="not yet")

@@ -294,7 +294,7 @@ def _nodes(args: EngineArgs, world: int, token: str) -> NodesConfig:
     if count == 1:
         if rank > 0:
             raise ConfigError(f"--node-rank {rank}: there is one host. Say how many there are with --nnodes.")
-        return NodesConfig()
+        return NodesConfig(timeout=timeout)  # a Ray cluster has hosts too
     if rank >= count:
         raise ConfigError(f"--node-rank {rank}: with --nnodes {count} it goes from 0 to {count - 1}.")
     if args.distributed_executor_backend == "ray":

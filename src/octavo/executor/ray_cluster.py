@@ -26,6 +26,7 @@ from octavo.protocol.ranks import LinkPlace, RankBoot, RankFailed, decode_up
 logger = logging.getLogger(__name__)
 
 REMIND_SECONDS = 20.0
+KNOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _connect() -> Any:
         ) from None
     if ray.is_initialized():
         return ray
+    _knock(os.environ.get("RAY_ADDRESS", ""))
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     quiet: dict[str, Any] = {"logging_level": logging.WARNING}
@@ -212,13 +214,32 @@ def _connect() -> Any:
         ray.init(address="auto", **quiet)
     except ConnectionError as e:
         if os.environ.get("RAY_ADDRESS"):
-            raise ConfigError(f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster answers there ({e}).") from None
+            raise ConfigError(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster answers there ({str(e).splitlines()[0]})."
+            ) from None
         logger.info("This host is in no Ray cluster: starting one of its own")
         ray.init(include_dashboard=False, **quiet)
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray brings its own
     return ray
+
+
+def _knock(address: str) -> None:
+    """Ray tries for minutes to reach an address where nobody is.
+
+    Raises:
+        ConfigError: nobody is.
+    """
+    if address.startswith("ray://"):
+        raise ConfigError(f"RAY_ADDRESS={address}: run octavo on a host of the cluster, and give the address of its head, host:port.")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # auto, or none
+    try:
+        socket.create_connection((host, int(port)), KNOCK_SECONDS).close()
+    except OSError as e:
+        raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({e.strerror or e}).") from None
 
 
 def _device_index(devices: tuple[str, ...]) -> int:
