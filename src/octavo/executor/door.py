@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from octavo.config.agreement import difference, shared_settings
 from octavo.config.types import EngineConfig, NodesConfig
 from octavo.errors import ConfigError, EngineDead
+from octavo.executor.agreement import difference, shared_settings
 from octavo.executor.frames import LENGTH, framed
 from octavo.executor.link import LinkReader, LinkWriter, prepare
 from octavo.protocol.ranks import ComeIn, Greeting, Refused, ToGuest, Welcome, decode_come_in, decode_guest, encode

@@ -62,7 +62,7 @@ class ComeIn(msgspec.Struct, tag="come_in"):
     rank: int
     node: int
     settings: dict[str, str]
-    """See `config.agreement`."""
+    """See `executor.agreement`."""
     nonce: bytes
     proof: bytes
     """That the sender has the hosts' secret."""
