@@ -23,7 +23,7 @@ from tests.support.two_hosts import Host, Program, two_hosts, unplug
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 21]
 COMMON = ["--device", "cpu", "--threads", "1", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4", "--max-model-len", "512",
           "--kv-cache-dtype", "float32"]  # fmt: skip
-SIZES = {"tensor": ["-tp", "2"], "pipeline": ["-pp", "2"]}
+SIZES = {"tensor": ["-tp", "2"], "pipeline": ["-pp", "2"], "both": ["-tp", "2", "-pp", "2"]}
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def ranks(program: Program) -> list[psutil.Process]:
     return psutil.Process(program.process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "both"])
 def test_two_hosts_give_the_tokens_of_one_process(model: Path, hosts: tuple[Host, Host], tmp_path: Path, kind: str) -> None:
     far = start(hosts[1], model, 1, kind=kind)
     far.wait_for("Waiting for the first host at 10.231.0.1:29501")

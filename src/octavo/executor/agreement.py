@@ -50,4 +50,9 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
     names = [name for name in ours if ours[name] != theirs.get(name)]
     if not names:
         return None
-    return "; ".join(f"{name} is {theirs.get(name, 'missing')} there and {ours[name]} on the first host" for name in names)
+    return "; ".join(f"{name} is {_short(theirs.get(name, 'missing'))} there and {ours[name]} on the first host" for name in names)
+
+
+def _short(text: str) -> str:
+    """Somebody else's text, on one line of ours."""
+    return " ".join(text[:60].split())
