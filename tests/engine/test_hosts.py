@@ -98,6 +98,24 @@ def test_two_hosts_give_the_tokens_of_one_process(model: Path, hosts: tuple[Host
     assert "The first host has ended, and so does this one" in far.log
 
 
+def test_offline_the_first_host_is_whoever_has_the_prompts(model: Path, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    far = start(hosts[1], model, 1)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "hello world"}) + "\n")
+    files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    sampling = ["--max-tokens", "20", "--temperature", "0"]
+    nodes = [*SIZES["tensor"], "--nnodes", "2", "--master-addr", "10.231.0.1"]
+    near = hosts[0].octavo("generate", ["generate", *files, "--model", str(model), *COMMON, *sampling, *nodes])
+    assert near.process.wait(60) == 0, near.log
+    assert far.process.wait(40) == 0
+    one = LLM(
+        str(model), device="cpu", threads=1, cpu_kernels="torch", num_gpu_blocks_override=64, max_num_seqs=4, max_model_len=512,
+        kv_cache_dtype="float32",
+    )  # fmt: skip
+    with one as llm:
+        (output,) = llm.generate("hello world", SamplingParams(max_tokens=20, temperature=0))
+    assert json.loads((tmp_path / "out.jsonl").read_text())["text"] == output.outputs[0].text
+
+
 def test_a_killed_host_is_a_pause_for_streams(model: Path, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     near, far = start(hosts[0], model, 0), start(hosts[1], model, 1)
     near.wait_for("Listening on")

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.octavo_process import environment
 
+ORPHAN_SECONDS = 10.0
 ADDRESSES = ("10.231.0.1", "10.231.0.2")
 
 
@@ -61,7 +62,7 @@ def _ip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Both are gone afterwards, with all that ran in them. Skips the test where namespaces cannot be made."""
+    """Both are gone afterwards; what ran in them has to have ended with its parent. Skips the test where namespaces cannot be made."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux, root and iproute2")
     names = [f"octavo-{os.getpid()}-{i}" for i in range(2)]
@@ -80,6 +81,13 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
                 done = _ip("-n", host.namespace, *what)
                 assert done.returncode == 0, done.stderr
         yield hosts[0], hosts[1]
+        for program in (program for host in hosts for program in host.processes):
+            program.process.kill()
+            program.process.wait(10)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while orphans := [pid for host in hosts for pid in _ip("netns", "pids", host.namespace).stdout.split()]:
+            assert time.monotonic() < deadline, f"processes {orphans} outlive what started them"
+            time.sleep(0.1)
     finally:
         for host in hosts:
             for program in host.processes:
