@@ -20,6 +20,7 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_models import save_tiny
 from tests.support.two_hosts import Host, Program, two_hosts, unplug
 
+pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9] * 21]
 COMMON = ["--device", "cpu", "--threads", "1", "--num-gpu-blocks-override", "64", "--max-num-seqs", "4", "--max-model-len", "512",
           "--kv-cache-dtype", "float32"]  # fmt: skip

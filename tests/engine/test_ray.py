@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.support.tiny_models import save_tiny
 pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
 GREEDY = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
@@ -65,25 +67,30 @@ async def tokens(stream: AsyncIterator[Any], lose: Any = None) -> list[int]:
     return got
 
 
-def rank_processes() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if "octavo.engine.rank" in (p.info["cmdline"] or ())]
+def cluster_ranks(llm: AsyncLLM) -> list[psutil.Process]:
+    """Processes of ranks that this test's Ray nodes, which are our children, have started."""
+    engine = llm.engine_pid
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "octavo.engine.rank" in process.cmdline() and engine not in (p.pid for p in process.parents()):
+                found.append(process)
+    return found
 
 
 async def test_ranks_of_a_cluster_give_the_tokens_of_one_process_and_are_replaced(cluster: Any, tmp_path: Path) -> None:
     expected = await asyncio.to_thread(alone, tmp_path)
-    before = {p.pid for p in rank_processes()}
     async with await AsyncLLM.start(EngineArgs(**settings(tmp_path))) as llm:
         first = llm.engine_pid
         assert await tokens(llm.generate(PROMPT, GREEDY, "a")) == expected
-        (rank,) = [p for p in rank_processes() if p.pid not in before]
-        assert rank.ppid() != first  # Ray's child, not the engine's
+        (rank,) = cluster_ranks(llm)
         assert await tokens(llm.generate(PROMPT, GREEDY, "b"), rank.kill) == expected
         assert llm.engine_pid != first
-        (rank,) = [p for p in rank_processes() if p.pid not in before]
+        (rank,) = cluster_ranks(llm)
         assert llm.engine_pid is not None
         assert await tokens(llm.generate(PROMPT, GREEDY, "c"), psutil.Process(llm.engine_pid).kill) == expected
         assert not rank.is_running()
-        (rank,) = [p for p in rank_processes() if p.pid not in before]
+        (rank,) = cluster_ranks(llm)
     await asyncio.to_thread(rank.wait, 20)
 
 
