@@ -3,10 +3,11 @@ CPUs)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -108,6 +109,19 @@ def gloo_interface(here: str) -> str | None:
     return chosen
 
 
+@contextlib.contextmanager
+def _gloo_over(interface: str | None) -> Iterator[None]:
+    """Gloo's choice while groups are made. Not for longer: this process may meet others elsewhere later."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
 class World:
     """This process's place among all ranks of an engine, and the groups that follow from it.
 
@@ -119,19 +133,18 @@ class World:
         Args:
             device: of the tensors that are passed around.
         """
-        if (interface := gloo_interface(meeting.here)) is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=meeting.store,
-            rank=meeting.rank,
-            world_size=meeting.size,
-            timeout=MEET_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
         tensor, rank = parallel.tensor, meeting.rank
-        # Every rank has to call for every group.
-        groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
+        with _gloo_over(gloo_interface(meeting.here)):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=meeting.store,
+                rank=rank,
+                world_size=meeting.size,
+                timeout=MEET_TIMEOUT,
+                device_id=device if device.type == "cuda" else None,
+            )
+            # Every rank has to call for every group.
+            groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
         self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor)
         stage = parallel.pipeline - 1 - rank // tensor
         self.pipeline = DistributedPipeline(stage, parallel.pipeline, before=rank + tensor, behind=rank - tensor)
