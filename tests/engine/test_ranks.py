@@ -16,7 +16,7 @@ import pytest
 
 from octavo import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from octavo.config.args import EngineArgs
-from octavo.errors import ConfigError, NotYet
+from octavo.errors import ConfigError
 from tests.support.tiny_models import save_tiny
 
 PROMPT = {"prompt_token_ids": [5, 6, 7]}
@@ -103,9 +103,10 @@ def test_a_model_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 65}, "at most 64 processes on a CPU"),
         ({"pipeline_parallel_size": 3, "tensor_parallel_size": 1}, "--pipeline-parallel-size 3: this LlamaForCausalLM has 2 layers"),
         ({"cpu_kernels": "native"}, "--cpu-kernels native: they compute whole models"),
-        ({"distributed_executor_backend": "ray"}, "Octavo does not do this yet"),
+        ({"nnodes": 2, "node_rank": 1}, "--node-rank 1: only the first host takes requests"),
+        ({"nnodes": 2, "master_addr": "192.0.2.200"}, "--master-addr 192.0.2.200 is not an address of this host"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, more: dict[str, Any], words: str) -> None:
-    with pytest.raises((ConfigError, NotYet), match=words):
+    with pytest.raises(ConfigError, match=words):
         LLM(**settings(tmp_path, **more))

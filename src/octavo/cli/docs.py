@@ -26,7 +26,7 @@ Every engine setting is a flag of `octavo serve` (and of `chat`, `complete`, `ge
 * *ignored*: accepted with a warning, without effect. *not yet*: refused unless it asks for nothing.
 * Environment: `OCTAVO_API_KEY` (or `VLLM_API_KEY`) for `--api-key`, `OCTAVO_HOME` for the folder with models and history
   (default `~/.cache/octavo`), `OCTAVO_DEBUG=1` for `--debug`, `VLLM_SERVER_DEV_MODE=1` for `--server-dev-mode`,
-  `VLLM_BATCH_INVARIANT=1` for `--batch-invariant`.
+  `VLLM_BATCH_INVARIANT=1` for `--batch-invariant`, `OCTAVO_NODE_TOKEN` for the secret of several hosts.
 """
 
 _KINDS = {bool: "switch", int: "whole number", float: "number", str: "text", list: "list", dict: "JSON"}

@@ -79,7 +79,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
         "the engine runs in one process of its own",
         switches="disable-frontend-multiprocessing headless tokens-only worker-use-ray engine-use-ray ray-workers-use-nsight",
         values="data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-rank "
-        "data-parallel-size-local data-parallel-start-rank master-addr master-port node-rank",
+        "data-parallel-size-local data-parallel-start-rank",
     ),
     *_ignored(
         "metrics and logs are always complete and cheap",
@@ -109,7 +109,6 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     _refused("moving the cache between servers", "kv-transfer-config", "value", "{}", "null"),
     _refused("moving the cache between servers", "kv-events-config", "value", "{}", "null"),
     _refused("balancing experts", "enable-eplb", "nothing"),
-    _refused("more than one host", "nnodes", "value", "1"),
     _refused("splitting the context over GPUs", "decode-context-parallel-size", "value", "1"),
     _refused("splitting the context over GPUs", "prefill-context-parallel-size", "value", "1"),
     _refused("splitting the context over GPUs", "dcp-size", "value", "1"),

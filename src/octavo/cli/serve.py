@@ -10,7 +10,9 @@ from octavo.cli.parser import CommandParser, Namespace
 from octavo.cli.progress import LoadingProgress
 
 if TYPE_CHECKING:
+    from octavo.config.args import EngineArgs
     from octavo.config.types import EngineConfig
+    from octavo.frontend.http.settings import ServerSettings
     from octavo.protocol.engine import EngineReady
 
 
@@ -27,6 +29,8 @@ def run(options: Namespace) -> int:
     args = engine_args(options)
     settings = build(ServerSettings, environment_settings(options))
     check_status(settings)
+    if args.node_rank > 0:
+        return _node(args, settings)
     from octavo.cli.report import startup_report
     from octavo.frontend.http.server import serve
 
@@ -37,6 +41,19 @@ def run(options: Namespace) -> int:
             startup_report(ready, config, settings)
 
         serve(args, settings, report=report, progress=progress)
+    return 0
+
+
+def _node(args: EngineArgs, settings: ServerSettings) -> int:
+    """A host other than the first: no server, only ranks."""
+    from octavo.engine.node import run_node
+    from octavo.frontend.launch import prepare_launch
+    from octavo.observe.logs import configure_logging
+
+    configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
+    with LoadingProgress() as progress:
+        config = prepare_launch(args, progress).config
+    run_node(config)
     return 0
 
 

@@ -209,9 +209,29 @@ class EngineArgs:
     )
     distributed_executor_backend: str | None = setting(
         None,
-        "How ranks are started: mp is a process each on this host, and what is taken with several; ray comes later.",
+        "How ranks are started: mp is a process each, on this host or on those of --nnodes, and what is taken with several; ray places them "
+        "in a Ray cluster.",
         group="execution",
         choices=("mp", "ray", "uni", "inline"),
+    )
+    nnodes: int = setting(
+        1, "Hosts that compute the model together. Each runs the same command with a --node-rank of its own.", group="execution"
+    )
+    node_rank: int = setting(
+        0, "Which of the hosts this is. 0 runs the server; the others have no port of their own, and end when it ends.", group="execution"
+    )
+    master_addr: str = setting(
+        "127.0.0.1", "With several hosts: an address of the first one (--node-rank 0) that the others reach.", group="execution"
+    )
+    master_port: int = setting(29501, "With several hosts: the port there that the others come to.", group="execution")
+    node_token_file: str | None = setting(
+        None,
+        "With several hosts: a file with the secret that they know each other by. Default: the environment variable OCTAVO_NODE_TOKEN. "
+        "Needed where --master-addr is not a private address.",
+        group="execution",
+    )
+    node_timeout: float = setting(
+        300.0, "Seconds that several hosts wait for each other at the start, and for places in a Ray cluster.", group="execution"
     )
     disable_custom_all_reduce: bool = setting(False, "Octavo chooses by itself; accepted and ignored.", group="execution", status="ignored")
     speculative_config: dict[str, Any] | None = setting(None, "JSON: speculative decoding.", group="execution", status="not yet")

@@ -23,6 +23,7 @@ from octavo.config.types import (
     DTypeName,
     EngineConfig,
     ModelConfig,
+    NodesConfig,
     ParallelConfig,
     PoolingConfig,
     ReliabilityConfig,
@@ -86,6 +87,7 @@ def resolve(
     device: DeviceInfo,
     pooling: PoolingConfig | None = None,
     pooling_length: int | None = None,
+    node_token: str = "",
 ) -> EngineConfig:
     """The configuration that these settings mean for this model on this device.
 
@@ -93,6 +95,7 @@ def resolve(
         path: local folder or .gguf file of the model. name: what the user called it.
         hf_config: config.json, or its equivalent made from GGUF metadata.
         pooling: how the model pools, when that is what it is run for. pooling_length: the longest prompt it was made for.
+        node_token: the secret that hosts know each other by.
 
     Raises:
         ConfigError: a value is out of range or of the wrong kind; the message names the setting.
@@ -102,7 +105,7 @@ def resolve(
     warnings = _check(args)
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
     model = dataclasses.replace(model, pooling=pooling)
-    parallel = _parallel(args, model, device)
+    parallel = _parallel(args, model, device, node_token)
     device = _kernels(args, model, device, parallel, warnings)
     scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
     return EngineConfig(
@@ -138,8 +141,6 @@ def _check(args: EngineArgs) -> list[str]:
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{_flag(f.name)} {value!r} is not one of {', '.join(meta['choices'])}.{hint}")
     several = args.tensor_parallel_size != 1 or args.pipeline_parallel_size != 1
-    if args.distributed_executor_backend == "ray" and several:
-        raise NotYet("--distributed-executor-backend ray: Octavo does not do this yet. Use mp, or leave it out.")
     if args.distributed_executor_backend in ("mp", "ray") and not several:
         warnings.append(f"--distributed-executor-backend {args.distributed_executor_backend} has no effect with one GPU: steps run inline.")
     return warnings
@@ -263,16 +264,28 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
     return dtype
 
 
-def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> ParallelConfig:
+def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo, node_token: str) -> ParallelConfig:
     """Who computes the model together. Whether it can be divided so is seen when its config is read."""
     tensor, stages = _whole(args, "tensor_parallel_size"), _whole(args, "pipeline_parallel_size")
     replicas = _whole(args, "data_parallel_size")
     assert tensor is not None and stages is not None and replicas is not None
-    parallel = ParallelConfig(tensor, stages, replicas, whole_experts=args.enable_expert_parallel)
+    ray = args.distributed_executor_backend == "ray" and tensor * stages > 1
+    parallel = ParallelConfig(
+        tensor,
+        stages,
+        replicas,
+        whole_experts=args.enable_expert_parallel,
+        executor="ray" if ray else "mp",
+        nodes=_nodes(args, tensor * stages, node_token),
+    )
     sizes = {"--tensor-parallel-size": tensor, "--pipeline-parallel-size": stages, "--data-parallel-size": replicas}
     flag = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    if device.kind == "cuda" and replicas * parallel.world > max(1, device.count):
-        raise ConfigError(f"{flag}: needs {replicas * parallel.world} GPUs, and there are {device.count}. Lower it.")
+    if ray and replicas > 1:
+        raise ConfigError(f"{flag}: replicas whose ranks Ray places are servers of their own. Leave out --data-parallel-size.")
+    if not ray and device.kind == "cuda" and replicas * parallel.per_node > max(1, device.count):
+        where = "" if parallel.nodes.count == 1 else f" on each of {parallel.nodes.count} hosts"
+        here = "there are" if parallel.nodes.count == 1 else "this one has"
+        raise ConfigError(f"{flag}: needs {replicas * parallel.per_node} GPUs{where}, and {here} {device.count}. Lower it.")
     if device.kind == "cpu" and replicas * parallel.world > MAX_CPU_RANKS:
         raise ConfigError(f"{flag}: at most {MAX_CPU_RANKS} processes on a CPU.")
     if parallel.world > 1 and model.pooling is not None:
@@ -280,6 +293,31 @@ def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> Paral
     if parallel.world > 1 and args.debug_scripted_model is not None:
         raise ConfigError(f"{flag}: a scripted model has nothing to divide. Leave it out.")
     return parallel
+
+
+def _nodes(args: EngineArgs, world: int, token: str) -> NodesConfig:
+    """The hosts that compute the model together."""
+    count, rank, port = _whole(args, "nnodes"), _whole(args, "node_rank", minimum=0), _whole(args, "master_port", maximum=65535)
+    timeout = _positive(args, "node_timeout")
+    assert count is not None and rank is not None and port is not None and timeout is not None
+    if count == 1:
+        if rank > 0:
+            raise ConfigError(f"--node-rank {rank}: there is one host. Say how many there are with --nnodes.")
+        return NodesConfig(timeout=timeout)  # a Ray cluster has hosts too
+    if rank >= count:
+        raise ConfigError(f"--node-rank {rank}: with --nnodes {count} it goes from 0 to {count - 1}.")
+    if args.distributed_executor_backend == "ray":
+        raise ConfigError("--nnodes: Ray places the ranks by itself. Leave it out, or --distributed-executor-backend ray.")
+    if args.data_parallel_size != 1:
+        raise ConfigError("--nnodes: replicas (--data-parallel-size) share a host. Start a server on each host instead.")
+    if world % count:
+        raise ConfigError(
+            f"--nnodes {count}: the {world} ranks (--tensor-parallel-size x --pipeline-parallel-size) cannot be dealt out evenly to so many "
+            "hosts."
+        )
+    if not args.master_addr:
+        raise ConfigError("--master-addr is empty: give an address of the first host that the others reach.")
+    return NodesConfig(count, rank, args.master_addr, port, timeout, token)
 
 
 def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: ParallelConfig, warnings: list[str]) -> DeviceInfo:

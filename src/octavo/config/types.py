@@ -115,6 +115,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class NodesConfig:
+    """The hosts that compute a model together."""
+
+    count: int = 1
+    rank: int = 0
+    """Of this host: the first has the engine."""
+    address: str = "127.0.0.1"
+    """Of the first host."""
+    port: int = 0
+    """Where the others come to there; 0 takes a free one."""
+    timeout: float = 300.0
+    """Seconds that hosts wait for each other at the start."""
+    token: str = field(default="", repr=False)
+    """What they know each other by; empty on networks where nobody else is."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
@@ -123,11 +140,23 @@ class ParallelConfig:
     """The GPU of the first rank; the others take those behind it."""
     whole_experts: bool = False
     """Experts are dealt out to the ranks whole, instead of each being divided."""
+    executor: Literal["mp", "ray"] = "mp"
+    """Who starts the ranks but the first: we do, or a Ray cluster."""
+    nodes: NodesConfig = NodesConfig()
 
     @property
     def world(self) -> int:
         """Ranks of one replica."""
         return self.tensor * self.pipeline
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on each host. Neighbours are on one: so are those of a stage, where they fit."""
+        return self.world // self.nodes.count
+
+    def node_of(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return rank // self.per_node
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
 from octavo.protocol.engine import EngineReady
 
 if TYPE_CHECKING:
@@ -20,12 +21,19 @@ Progress = Callable[[str, int, int], None]
 """(phase, done, total), called while the engine loads."""
 
 
+RANK_MODULE = "octavo.engine.rank"
+"""What the process of a rank runs."""
+
 Lost = Callable[[str, str], None]
 """(message, kind of OctavoError)"""
 
 
 def nothing_to_do(message: str, kind: str) -> None:
     """For callers whose next step fails, which is enough."""
+
+
+def nothing() -> None:
+    """For what has nothing to release."""
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
@@ -82,17 +90,43 @@ def build_engine(
 
 def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) -> Executor:
     """One process a rank; this one is the first."""
+    from octavo.executor.door import Door, address_here
     from octavo.executor.ranks import RanksExecutor
     from octavo.parallel.distributed import open_meeting
     from octavo.worker.worker import Worker
 
-    meeting, address = open_meeting(config.parallel.world)
+    parallel = config.parallel
+    if parallel.nodes.rank > 0:
+        raise ConfigError(f"--node-rank {parallel.nodes.rank}: only the first host takes requests. Run `octavo serve` on the others.")
+    if parallel.executor == "ray":
+        from octavo.executor.ray_cluster import RayRanks
+
+        cluster: RayRanks | None = RayRanks(config)
+    else:
+        cluster = None
+    ours, nodes = (config, parallel.nodes) if cluster is None else (cluster.config, cluster.nodes)
+    first_far = 1 if cluster is not None else parallel.per_node
+    try:
+        meeting, address = open_meeting(parallel.world, host=address_here(nodes))
+        far = {rank: parallel.node_of(rank) for rank in range(first_far, parallel.world)}
+        door = Door(config, nodes, far, rendezvous=address, defer=defer) if far else None
+        if cluster is not None and door is not None:
+            cluster.start(door.address[1], RANK_MODULE)
+    except BaseException:
+        if cluster is not None:
+            cluster.close()
+        raise
 
     def first(check: Callable[[], None]) -> Worker:
-        meeting.wait_for_everybody(check)
-        ranks = _together(meeting, config, 0)
+        def check_all() -> None:
+            check()
+            if cluster is not None:
+                cluster.check()
+
+        meeting.wait_for_everybody(check_all)
+        ranks = _together(meeting, ours, 0)
         try:
-            return Worker(config, progress, defer_graphs=defer, ranks=ranks)
+            return Worker(ours, progress, defer_graphs=defer, ranks=ranks)
         except BaseException:
             ranks.close()  # this process may try again
             raise
@@ -101,17 +135,20 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
         config,
         first,
         rendezvous=address,
-        module="octavo.engine.rank",
+        module=RANK_MODULE,
+        local=range(1, first_far),
+        door=door,
+        release=nothing if cluster is None else cluster.close,
         lost=lost,
         defer=defer,
     )
 
 
-def join(boot: RankBoot) -> Ranks:
+def join(boot: RankBoot, rendezvous: str) -> Ranks:
     """The place of a rank that another process has started."""
     from octavo.parallel.distributed import join_meeting
 
-    meeting = join_meeting(boot.rendezvous, boot.rank, boot.config.parallel.world)
+    meeting = join_meeting(rendezvous, boot.rank, boot.config.parallel.world)
     meeting.wait_for_everybody(lambda: None)  # the engine ends us if somebody does not come
     return _together(meeting, boot.config, boot.local_rank)
 

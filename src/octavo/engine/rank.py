@@ -11,8 +11,7 @@ import sys
 from collections import deque
 
 from octavo.errors import OctavoError
-from octavo.executor.ranks import say
-from octavo.executor.ring import RingReader
+from octavo.executor.rank_side import Channel, open_channel
 from octavo.protocol.boot import die_with_parent
 from octavo.protocol.ranks import PrepareNow, RankBoot, RankFailed, RankReady, RunStep, StopRank, decode_down
 
@@ -20,37 +19,43 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Exit code 0 after `StopRank`, 1 after a failure that has been reported."""
+    """Exit code 0 after `StopRank`, 1 after a failure that has been reported or when the engine is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the engine decides
     boot: RankBoot = pickle.load(sys.stdin.buffer)
     die_with_parent(boot.from_main_thread)
     logging.basicConfig(level=boot.log_level, format=f"%(levelname)s rank {boot.rank}: %(message)s")
     try:
-        _run(boot)
+        channel = open_channel(boot)
+    except OctavoError:
+        return 1
+    try:
+        return 0 if _run(boot, channel) else 1
     except OctavoError as e:
-        say(boot.status, RankFailed(str(e), type(e).__name__))
+        channel.say(RankFailed(str(e), type(e).__name__))
         return 1
     except Exception as e:
         logger.exception("The rank failed")
-        say(boot.status, RankFailed(f"{type(e).__name__}: {e}"))
+        channel.say(RankFailed(f"{type(e).__name__}: {e}"))
         return 1
-    return 0
 
 
-def _run(boot: RankBoot) -> None:
+def _run(boot: RankBoot, channel: Channel) -> bool:
+    """Until `StopRank`; False when the engine is gone without it."""
     from octavo.engine.build import join
     from octavo.worker.worker import Worker
 
-    ring = RingReader(boot.ring, boot.reader, boot.headers, boot.ring_bytes)
-    worker = Worker(boot.config, lambda phase, done, total: None, defer_graphs=boot.defer, ranks=join(boot))
+    ranks = join(boot, channel.rendezvous)
+    worker = Worker(boot.config, lambda phase, done, total: None, defer_graphs=channel.defer, ranks=ranks)
     gc.collect()
     gc.freeze()
-    say(boot.status, RankReady())
+    channel.say(RankReady())
     launched: deque[int] = deque()
-    while (data := ring.receive()) is not None:
+    while (data := channel.receive()) is not None:
         message = decode_down(data)
         if isinstance(message, StopRank):
-            break
+            channel.leave()
+            worker.shutdown()
+            return True
         if isinstance(message, RunStep):
             worker.submit(message.plan)
             launched.append(message.plan.step_id)
@@ -60,8 +65,8 @@ def _run(boot: RankBoot) -> None:
                 worker.collect()
         elif isinstance(message, PrepareNow):
             worker.prepare(idle=True)
-        ring.finished()
-    worker.shutdown()
+        channel.finished()
+    return False
 
 
 if __name__ == "__main__":

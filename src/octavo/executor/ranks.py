@@ -1,7 +1,7 @@
-"""`RanksExecutor`: one process a rank on this host; rank 0 is this process itself.
+"""`RanksExecutor`: one process a rank, on this host or on others; rank 0 is this process itself.
 
 Every rank gets every plan and computes its share; sampling has the same result on each, so that nothing but failures comes back. A rank
-that dies leaves the others waiting in a sum: a thread watches the processes, and says so at once.
+that dies leaves the others waiting in a sum: a thread watches them all, and says so at once.
 """
 
 from __future__ import annotations
@@ -9,25 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import selectors
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead
+from octavo.executor.door import Door
 from octavo.executor.inline import Rank
+from octavo.executor.rank_ends import LinkedRank, LocalRank, RankEnd
 from octavo.executor.ring import RING_BYTES, RingWriter, make_memory
-from octavo.protocol.boot import child_environment
 from octavo.protocol.engine import EngineReady
-from octavo.protocol.ranks import PrepareNow, RankBoot, RankFailed, RankReady, RunStep, StopRank, decode_up, encode
+from octavo.protocol.ranks import PrepareNow, RankBoot, RankFailed, RankReady, RingPlace, RunStep, StopRank, encode
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -35,9 +31,10 @@ logger = logging.getLogger(__name__)
 Lost = Callable[[str, str], None]
 """(message, kind of OctavoError): a rank is gone, and the engine with it. Called from any thread, perhaps from several."""
 
-_LENGTH = struct.Struct("<I")
 STOP_SECONDS = 5.0
 WATCH_SECONDS = 1.0
+ARRIVAL_SECONDS = 0.1
+"""How often to look who has come while somebody is missing."""
 
 
 class FirstRank(Rank, Protocol):
@@ -51,15 +48,6 @@ class FirstRank(Rank, Protocol):
         """Whether now is the time."""
 
 
-@dataclass
-class _Child:
-    rank: int
-    process: subprocess.Popen[bytes]
-    status: int
-    """File descriptor of its messages."""
-    ready: bool = False
-
-
 class RanksExecutor:
     """Implements `executor.base.Executor`.
 
@@ -67,6 +55,9 @@ class RanksExecutor:
         worker_factory: makes rank 0, here and now, once the others are on their way; given what raises if one of them is gone.
         rendezvous: where the ranks find each other.
         module: what a rank's process runs.
+        local: the ranks to start here.
+        door: where the others come in, where there are any; closed with the executor.
+        release: called when all have ended.
         lost: what to do when a rank is gone; may never return.
         defer: leave for `prepare` what can wait.
 
@@ -81,6 +72,9 @@ class RanksExecutor:
         *,
         rendezvous: str,
         module: str,
+        local: range,
+        door: Door | None = None,
+        release: Callable[[], None] = lambda: None,
         lost: Lost,
         defer: bool,
     ) -> None:
@@ -95,53 +89,49 @@ class RanksExecutor:
         self._late = config.device.kind == "cpu" and config.parallel.pipeline > 1
         """A CPU computes when it launches: our stage's share waits until a result is wanted, so that the stages before can be ahead."""
         self._waiting: deque[StepPlan] = deque()
-        self._children: list[_Child] = []
+        self._door = door
+        self._release = release
+        self._ring: RingWriter | None = None
+        self._ends: list[RankEnd] = []
+        """Of the ranks that are here."""
+        self._links: list[LinkedRank] = []
         self._changed = threading.Condition()
-        self._start(rendezvous, module)
+        if local:
+            self._start(local, rendezvous, module)
         self._watcher = threading.Thread(target=self._watch, name="octavo-ranks", daemon=True)
         self._watcher.start()
         try:
-            self._worker = worker_factory(self._check)
+            self._worker = worker_factory(self._check_arrivals)
             self._until_ready()
         except BaseException:
-            self._end_children()
+            self._end_ranks(stop=False)
             raise
 
-    def _start(self, rendezvous: str, module: str) -> None:
-        size = self._config.parallel.world
+    def _start(self, ranks: range, rendezvous: str, module: str) -> None:
         memory = make_memory()
-        pipes = []
-        for rank in range(1, size):
+        pipes, started = [], []
+        for reader, rank in enumerate(ranks):
             read_headers, write_headers = os.pipe()
             read_status, write_status = os.pipe()
+            place = RingPlace(memory, RING_BYTES, reader, read_headers, write_status, rendezvous, self._defer)
             boot = RankBoot(
                 config=self._config,
                 rank=rank,
                 local_rank=rank,
-                rendezvous=rendezvous,
-                ring=memory,
-                ring_bytes=RING_BYTES,
-                reader=rank - 1,
-                headers=read_headers,
-                status=write_status,
-                defer=self._defer,
+                place=place,
                 from_main_thread=threading.current_thread() is threading.main_thread(),
                 log_level=logging.getLogger().getEffectiveLevel(),
             )
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
-                stdin=subprocess.PIPE,
-                env=child_environment(),
-                pass_fds=(memory, read_headers, write_status),
-            )
-            assert process.stdin is not None
-            process.stdin.write(pickle.dumps(boot))
-            process.stdin.flush()  # stays open: when it closes, we are gone
+            end = LocalRank(boot, module, read_status, (memory, read_headers, write_status))
+            end.reader = reader
             os.close(read_headers)
             os.close(write_status)
             pipes.append(write_headers)
-            self._children.append(_Child(rank, process, read_status))
+            started.append(end)
         self._ring = RingWriter(memory, pipes)
+        for end in started:
+            end.ring = self._ring
+        self._ends += started
         os.close(memory)
 
     # Executor
@@ -202,16 +192,20 @@ class RanksExecutor:
         """End the other ranks, then release rank 0. Calling it again does nothing."""
         if self._closing:
             return
-        self._end_children()
+        self._end_ranks(stop=True)
         self._worker.shutdown()
 
     # Ranks
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, check: Callable[[], None] | None = None) -> None:
+        check = check or self._check
         try:
-            self._ring.send(data, self._check)
+            for far in self._links:  # theirs is the longer way
+                far.link.send(data, check)
+            if self._ring is not None:
+                self._ring.send(data, check)
         except BrokenPipeError:
-            self._check()
+            check()
             raise EngineDead("A rank does not take steps any more.") from None
 
     def _check(self) -> None:
@@ -230,114 +224,92 @@ class RanksExecutor:
             logger.error("%s", message)
             self._lost(message, kind)
 
+    def _check_arrivals(self) -> None:
+        self._check()
+        if self._door is not None:
+            self._door.check()
+
     def _until_ready(self) -> None:
+        others = self._config.parallel.world - 1
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or all(child.ready for child in self._children))
+            self._changed.wait_for(lambda: self._failure is not None or sum(end.ready for end in self._ends) == others)
         self._check()
 
     def _watch(self) -> None:
-        """Read what ranks say, and notice when one ends or hangs."""
+        """Read what ranks say, and notice when one comes, ends or hangs."""
         with selectors.DefaultSelector() as selector:
-            for child in self._children:
-                selector.register(child.status, selectors.EVENT_READ, child)
+            for end in self._ends:
+                selector.register(end, selectors.EVENT_READ)
             pause = min(WATCH_SECONDS, self._config.reliability.hang_timeout / 20)
-            while selector.get_map() and not self._closing:
-                for key, _ in selector.select(pause):
-                    if not self._listen(key.data):
-                        selector.unregister(key.fd)
+            while not self._closing:
+                missing = self._door is not None and len(self._ends) < self._config.parallel.world - 1
+                if not missing and not selector.get_map():
+                    return
+                for key, _ in selector.select(ARRIVAL_SECONDS if missing else pause):
+                    if not self._listen(key.fileobj):  # type: ignore[arg-type]
+                        selector.unregister(key.fileobj)
+                for guest in self._door.arrivals() if self._door is not None else ():
+                    far = LinkedRank(guest)
+                    selector.register(far, selectors.EVENT_READ)
+                    with self._changed:
+                        self._links.append(far)
+                        self._ends.append(far)
+                self._look_for_silent()
                 self._look_for_hung()
 
-    def _listen(self, child: _Child) -> bool:
-        """One message of a rank; False when it is gone."""
-        try:
-            head = _exactly(child.status, _LENGTH.size)
-            message = None if head is None else _exactly(child.status, _LENGTH.unpack(head)[0])
-        except OSError:  # closed by us
+    def _listen(self, end: RankEnd) -> bool:
+        """What a rank says; False when it is gone."""
+        if self._closing:  # `end` reads what is left
             return False
-        if message is None:
+        messages = end.read()
+        if messages is None:
             if not self._closing:
-                self._fail(f"Rank {child.rank} {describe_exit(child.process)}.", "")
+                self._fail(end.farewell(), "")
             return False
-        told = decode_up(message)
-        if isinstance(told, RankReady):
-            with self._changed:
-                child.ready = True
-                self._changed.notify_all()
-        elif isinstance(told, RankFailed):
-            self._fail(f"Rank {child.rank}: {told.message}", told.kind)
+        for told in messages:
+            if isinstance(told, RankReady):
+                with self._changed:
+                    end.ready = True
+                    self._changed.notify_all()
+            elif isinstance(told, RankFailed):
+                self._fail(f"Rank {end.rank}: {told.message}", told.kind)
         return True
+
+    def _look_for_silent(self) -> None:
+        for far in self._links:
+            if (words := far.silent()) is not None:
+                self._fail(words, "")
 
     def _look_for_hung(self) -> None:
         oldest = self._submitted[0] if self._submitted else None
         limit = 0.8 * self._config.reliability.hang_timeout  # so that who is named comes before the frontend's own verdict
         if oldest is None or time.monotonic() - oldest < limit:
             return
-        states = [state for child in self._children if (state := self._what_of(child))]
+        states = [state for end in self._ends if (state := end.trouble())]
         self._fail(f"A step has not been finished for {limit:.0f} s: {', '.join(states) or 'every rank is at work on it'}.", "")
 
-    def _what_of(self, child: _Child) -> str | None:
-        """What seems to be wrong with a rank, if anything."""
-        if _stopped(child.process.pid):
-            return f"rank {child.rank} (process {child.process.pid}) is stopped, by a signal or a debugger"
-        if self._ring.taken(child.rank - 1) < self._ring.sent:
-            return f"rank {child.rank} (process {child.process.pid}) has not taken it"
-        return None
-
-    def _end_children(self) -> None:
+    def _end_ranks(self, *, stop: bool) -> None:
+        """
+        Args:
+            stop: tell those on other hosts that it is for good. Otherwise they come back, for the next engine.
+        """
         self._closing = True
-        with contextlib.suppress(OSError, EngineDead):
-            self._ring.send(encode(StopRank()), self._give_up)
+        if self._door is not None:
+            self._door.close()
+        well = stop and self._failure is None
+        for far in self._links if well else ():
+            with contextlib.suppress(BrokenPipeError, EngineDead):
+                far.link.send(encode(StopRank()), self._give_up)
+        if self._ring is not None:
+            with contextlib.suppress(OSError, EngineDead):
+                self._ring.send(encode(StopRank()), self._give_up)
         deadline = time.monotonic() + STOP_SECONDS
-        for child in self._children:
-            if self._failure is not None:
-                child.process.kill()
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
-            if child.process.stdin is not None:
-                child.process.stdin.close()
-            os.close(child.status)
-        self._ring.close()
+        for end in self._ends:
+            end.end(deadline, now=self._failure is not None or (isinstance(end, LinkedRank) and not well))
+        if self._ring is not None:
+            self._ring.close()
+        self._release()
 
     @staticmethod
     def _give_up() -> None:
         raise EngineDead("no room for the last message")
-
-
-def _stopped(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.Error:
-        return False
-
-
-def describe_exit(process: subprocess.Popen[bytes]) -> str:
-    """How a rank's process ended, for people."""
-    try:
-        code = process.wait(2.0)
-    except subprocess.TimeoutExpired:
-        return "closed its end without ending"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    hint = " (often the kernel's way to say that memory ran out)" if code == -9 else ""
-    return f"was ended by signal {-code}{hint}"
-
-
-def _exactly(descriptor: int, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        more = os.read(descriptor, count - len(data))
-        if not more:
-            return None
-        data += more
-    return data
-
-
-def say(descriptor: int, message: RankReady | RankFailed) -> None:
-    """Send a message up. A rank's side of `RanksExecutor`."""
-    data = encode(message)
-    os.write(descriptor, _LENGTH.pack(len(data)) + data)

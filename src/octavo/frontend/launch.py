@@ -7,6 +7,7 @@ import difflib
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.args import EngineArgs
@@ -85,6 +86,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         device=device,
         pooling=None if pooling is None else pooling.config,
         pooling_length=None if pooling is None else pooling.max_length,
+        node_token=node_token(args),
     )
     defaults = default_sampling_params(checkpoint, args)
     for warning in config.warnings:
@@ -93,6 +95,23 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("Sampling defaults of the model, where a request says nothing: %s (--generation-config none turns them off)", shown)
     return Launch(args, checkpoint, config, defaults)
+
+
+def node_token(args: EngineArgs) -> str:
+    """The secret that several hosts know each other by; empty when there is none.
+
+    Raises:
+        ConfigError: the file with it cannot be read.
+    """
+    if args.node_token_file is None:
+        return os.environ.get("OCTAVO_NODE_TOKEN", "").strip()
+    try:
+        token = Path(args.node_token_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--node-token-file {args.node_token_file}: {getattr(e, 'strerror', None) or e}.") from None
+    if not token:
+        raise ConfigError(f"--node-token-file {args.node_token_file}: it is empty.")
+    return token
 
 
 def open_tokenizer(launch: Launch) -> Tokenizer | None:

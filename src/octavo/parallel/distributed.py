@@ -3,10 +3,11 @@ CPUs)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +21,6 @@ from octavo.errors import ConfigError
 MEET_TIMEOUT = timedelta(seconds=300)
 """The last rank may still be importing or loading when the first is there."""
 MEET_PAUSE = 0.02
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
@@ -33,6 +33,8 @@ class Meeting:
     store: Store
     rank: int
     size: int
+    here: str
+    """This host's address among those of the ranks."""
 
     def wait_for_everybody(self, check: Callable[[], None]) -> None:
         """Until all ranks have come as far as this.
@@ -55,11 +57,17 @@ def open_meeting(size: int, *, host: str = "127.0.0.1", port: int = 0) -> tuple[
     Raises:
         ConfigError: the address cannot be listened on.
     """
+    # The store would listen on every interface, whatever its name says: it gets a socket that does not.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, timeout=MEET_TIMEOUT)
-    except (RuntimeError, ValueError) as e:
+        listener.bind((host, port))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, timeout=MEET_TIMEOUT, master_listen_fd=listener.detach())
+    except (RuntimeError, ValueError, OSError) as e:
+        listener.close()
         raise ConfigError(f"Ranks cannot meet at {host}:{port}: {str(e).splitlines()[0]}") from None
-    return Meeting(store, 0, size), f"{host}:{store.port}"
+    return Meeting(store, 0, size, host), f"{host}:{port}"
 
 
 def join_meeting(address: str, rank: int, size: int) -> Meeting:
@@ -73,7 +81,45 @@ def join_meeting(address: str, rank: int, size: int) -> Meeting:
         store = TCPStore(host, int(port), size, is_master=False, timeout=MEET_TIMEOUT)
     except RuntimeError as e:
         raise ConfigError(f"Rank {rank} finds nobody at {address}: {str(e).splitlines()[0]}") from None
-    return Meeting(store, rank, size)
+    return Meeting(store, rank, size, _address_towards(host, int(port)))
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This host's own address on the way to another one's."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))  # sends nothing
+        return str(sock.getsockname()[0])
+
+
+def gloo_interface(here: str) -> str | None:
+    """The interface that has an address of this host, which Gloo is told to use: host names need not resolve, or not to it.
+
+    Raises:
+        ConfigError: the user has named an interface that is not there.
+    """
+    import psutil
+
+    interfaces = psutil.net_if_addrs()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen is None:
+        return next((name for name, addresses in interfaces.items() if any(a.address == here for a in addresses)), None)
+    for name in chosen.split(","):
+        if name not in interfaces:
+            raise ConfigError(f"GLOO_SOCKET_IFNAME={chosen}: this host has no interface {name}, but {', '.join(interfaces)}.")
+    return chosen
+
+
+@contextlib.contextmanager
+def _gloo_over(interface: str | None) -> Iterator[None]:
+    """Gloo's choice while groups are made. Not for longer: this process may meet others elsewhere later."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 class World:
@@ -87,19 +133,18 @@ class World:
         Args:
             device: of the tensors that are passed around.
         """
-        if "GLOO_SOCKET_IFNAME" not in os.environ and getattr(meeting.store, "host", "") in _LOCAL:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # host names need not resolve
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=meeting.store,
-            rank=meeting.rank,
-            world_size=meeting.size,
-            timeout=MEET_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
         tensor, rank = parallel.tensor, meeting.rank
-        # Every rank has to call for every group.
-        groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
+        with _gloo_over(gloo_interface(meeting.here)):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=meeting.store,
+                rank=rank,
+                world_size=meeting.size,
+                timeout=MEET_TIMEOUT,
+                device_id=device if device.type == "cuda" else None,
+            )
+            # Every rank has to call for every group.
+            groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
         self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor)
         stage = parallel.pipeline - 1 - rank // tensor
         self.pipeline = DistributedPipeline(stage, parallel.pipeline, before=rank + tensor, behind=rank - tensor)

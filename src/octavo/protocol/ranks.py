@@ -1,6 +1,7 @@
 """The messages between an executor and the ranks in other processes, and their bytes.
 
 Down go step plans, which are diffs already; up come a report at the end of loading, and failures. Arrays travel as their bytes.
+A rank on another host first comes in: `Greeting` down, `ComeIn` up, `Welcome` or `Refused` down.
 """
 
 from __future__ import annotations
@@ -42,7 +43,78 @@ class RankFailed(msgspec.Struct, tag="failed"):
     """Name of the OctavoError behind it."""
 
 
-FromRank = RankReady | RankFailed
+class RankAlive(msgspec.Struct, tag="alive"):
+    """Now and then, from a rank on another host: what shared memory says of one on this host."""
+
+    taken: int
+    """Messages taken so far."""
+
+
+FromRank = RankReady | RankFailed | RankAlive
+
+
+class Greeting(msgspec.Struct, tag="greeting"):
+    nonce: bytes
+    """To be part of the answer's proof."""
+
+
+class ComeIn(msgspec.Struct, tag="come_in"):
+    rank: int
+    node: int
+    settings: dict[str, str]
+    """See `executor.agreement`."""
+    nonce: bytes
+    proof: bytes
+    """That the sender has the hosts' secret."""
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    rendezvous: str
+    """host:port where the ranks find each other."""
+    defer: bool
+    """Leave for `PrepareNow` what can wait."""
+    proof: bytes
+    """That the first host has the secret too."""
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    message: str
+    again: bool
+    """It may work in a moment."""
+
+
+ToGuest = Greeting | Welcome | Refused
+
+
+@dataclass(frozen=True)
+class RingPlace:
+    """How a rank on the engine's host hears from it."""
+
+    ring: int
+    """File descriptor of the memory that plans come through."""
+    ring_bytes: int
+    reader: int
+    """Which of the ring's readers it is."""
+    headers: int
+    """File descriptor it is woken by."""
+    status: int
+    """File descriptor that `FromRank` messages go to."""
+    rendezvous: str
+    """host:port where the ranks find each other."""
+    defer: bool
+    """Leave for `PrepareNow` what can wait."""
+
+
+@dataclass(frozen=True)
+class LinkPlace:
+    """How a rank on another host hears from the engine: it comes to the address in `ParallelConfig.nodes`."""
+
+    patience: float
+    """Seconds to try for."""
+    speaks: bool
+    """Of the ranks on its host, it is the one that says what it waits for."""
+    status: int
+    """File descriptor that goes to who started it: a `RankFailed` when it is not let in."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +126,9 @@ class RankBoot:
     """Among all ranks of the engine."""
     local_rank: int
     """Among those on its host: which GPU it takes."""
-    rendezvous: str
-    """tcp://host:port where the ranks find each other."""
-    ring: int
-    """File descriptor of the memory that plans come through."""
-    ring_bytes: int
-    reader: int
-    """Which of the ring's readers it is."""
-    headers: int
-    """File descriptor it is woken by."""
-    status: int
-    """File descriptor that `FromRank` messages go to."""
-    defer: bool
-    """Leave for `PrepareNow` what can wait."""
+    place: RingPlace | LinkPlace
     from_main_thread: bool
-    """The engine's main thread starts the process: it may be killed when that thread ends."""
+    """Its parent's main thread starts the process: it may be killed when that thread ends."""
     log_level: int
 
 
@@ -86,9 +146,11 @@ def _array_of(kind: Any, data: Any) -> Any:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
 _DOWN = msgspec.msgpack.Decoder(ToRank, dec_hook=_array_of)
 _UP = msgspec.msgpack.Decoder(FromRank)
+_GUEST = msgspec.msgpack.Decoder(ToGuest)
+_COME_IN = msgspec.msgpack.Decoder(ComeIn)
 
 
-def encode(message: ToRank | FromRank) -> bytes:
+def encode(message: ToRank | FromRank | ToGuest | ComeIn) -> bytes:
     return _ENCODER.encode(message)
 
 
@@ -101,4 +163,14 @@ def decode_down(data: bytes) -> ToRank:
 
 def decode_up(data: bytes) -> FromRank:
     message: FromRank = _UP.decode(data)
+    return message
+
+
+def decode_guest(data: bytes) -> ToGuest:
+    message: ToGuest = _GUEST.decode(data)
+    return message
+
+
+def decode_come_in(data: bytes) -> ComeIn:
+    message: ComeIn = _COME_IN.decode(data)
     return message

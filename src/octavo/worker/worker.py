@@ -89,7 +89,7 @@ class Worker:
         self._next_capture = 0.0
         """When a busy worker may capture again."""
         # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
-        torch.set_num_threads(1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.world))
+        torch.set_num_threads(1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.per_node))
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind

@@ -132,16 +132,14 @@ def test_flags_without_meaning_here_are_accepted_with_one_line_each(argv: list[s
     assert all(line.startswith("octavo: warning: --") and "is ignored" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "argv", [["--kv-offloading-size", "4"], ["--nnodes", "2"], ["--rope-scaling", '{"type": "yarn"}'], ["--enable-eplb"]]
-)
+@pytest.mark.parametrize("argv", [["--kv-offloading-size", "4"], ["--rope-scaling", '{"type": "yarn"}'], ["--enable-eplb"]])
 def test_flags_for_what_cannot_be_done_yet_are_refused(argv: list[str]) -> None:
     with pytest.raises(NotYet, match=f"{argv[0]} is not available yet"):
         parse("m", *argv)
 
 
 def test_such_flags_are_accepted_when_they_ask_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse("m", "--nnodes", "1", "--kv-offloading-size", "0", "--max-loras", "1")[0].model == "m"
+    assert parse("m", "--kv-offloading-size", "0", "--max-loras", "1")[0].model == "m"
     assert capsys.readouterr().err == ""
 
 

@@ -1,0 +1,30 @@
+"""What can be said about a Ray cluster without one; tests/engine/test_ray.py has one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.executor import ray_cluster
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"Ray is not installed. pip install 'octavo\[ray\]'"):
+        ray_cluster._connect()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"), [("127.0.0.1:1", "no Ray cluster answers there"), ("ray://head:10001", "run octavo on a host of the cluster")]
+)
+def test_addresses_that_cannot_be(address: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ray_cluster._knock(address)
+
+
+@pytest.mark.parametrize(("visible", "given", "index"), [("", ("3",), 3), ("4,5", ("5",), 1), ("", (), 0), ("GPU-a,GPU-b", ("GPU-b",), 1)])
+def test_the_gpu_of_the_first_rank(monkeypatch: pytest.MonkeyPatch, visible: str, given: tuple[str, ...], index: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ray_cluster._device_index(given) == index
