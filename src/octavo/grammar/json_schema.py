@@ -7,6 +7,7 @@ messages do not say where; `failing_path` finds the smallest part of the schema 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,6 +163,10 @@ def _target(schema: Any, reference: str) -> Any:
     return node
 
 
+SEARCH_SECONDS = 2.0
+"""How long the place of a problem is looked for: then the place found so far has to do."""
+
+
 def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, str]:
     """Where a refused schema goes wrong: the path of the deepest part that is refused by itself, and what is said of it.
 
@@ -169,11 +174,14 @@ def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, s
         problem_of: "" for a schema that is fine, else what is wrong with it.
     """
     path: Path = ()
+    deadline = time.monotonic() + SEARCH_SECONDS
     problem = problem_of(schema)
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     node, seen = schema, set[str]()
     while True:
         for step, inner in subschemas(node):
+            if time.monotonic() > deadline:
+                return path, problem
             alone = {**shared, **inner} if isinstance(inner, dict) and step[0] not in shared else inner
             # A part may be refused only because it stands alone (a $ref into the whole): then it says nothing about the whole.
             found = problem_of(alone)
