@@ -11,9 +11,8 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote
 
-from octavo.grammar.json_schema import Path, pointer, subschemas
+from octavo.grammar.json_schema import Path, followed, pointer, subschemas
 
 MAX_LEVELS = 1000
 """Of a schema: nested parts and references, one below the other."""
@@ -168,18 +167,6 @@ class _Levels:
                     self._named.append((path, node))
                 todo += [((*path, *step), inner) for step, inner in subschemas(node)]
         return self._named
-
-
-def followed(path: Path, node: Any, fragment: str) -> tuple[Path, Any] | None:
-    """What a JSON pointer ("/$defs/a") leads to from the part at `path`; None if it is not there."""
-    for part in (unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:]):
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            path, node = (*path, int(part)), node[int(part)]
-        elif isinstance(node, dict) and part in node:
-            path, node = (*path, part), node[part]
-        else:
-            return None
-    return path, node
 
 
 def _circles(below: dict[str | None, list[str]]) -> list[list[str | None]]:

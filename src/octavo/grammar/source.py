@@ -20,6 +20,8 @@ from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_CHOICES = 10_000
+MAX_GBNF_RULES = 1000
+"""Converting them takes a time that grows with their square: a second for so many."""
 
 
 def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs") -> str:
@@ -136,6 +138,10 @@ def _grammar(text: str, param: str) -> str:
     """Lark, or GBNF/EBNF with `::=`."""
     library = llguidance()
     if "::=" in text:
+        if text.count("::=") > MAX_GBNF_RULES:
+            raise InvalidRequest(
+                f"{param}.grammar has more than {MAX_GBNF_RULES} rules in GBNF. Use fewer, or write it in Lark.", param=param
+            )
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
