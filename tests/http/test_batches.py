@@ -245,6 +245,61 @@ def test_a_reply_cut_short_by_a_crash_is_made_again(checkpoint: Path, tmp_path: 
         assert not (tmp_path / "files" / "file-leftover").exists()
 
 
+def died(folder: Path, batch: dict[str, Any], *lines: str) -> None:
+    """Leave the state of a server that died with `lines` in work."""
+    store = BatchStore(folder, max_bytes=1 << 20)
+    record = store.batch(batch["id"], "")
+    assert record is not None
+    assert record["status"] not in ENDED
+    for name in lines:
+        store.begin_line(batch["id"], name)
+    store.close()
+
+
+def interrupted(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    with stateful(checkpoint, folder) as server:
+        server.script("never", token_ids("z") * 400, delay=1)
+        batch = create(server, "\n".join([line("n1", "never"), line("n2", "never"), line("c"), line("d")]))
+        assert wait_until(lambda: server.metric("vllm:num_requests_running") == 2)
+        assert set(server.app.state.context.batches.store.attempts(batch["id"])) == {"n1", "n2"}
+    return batch
+
+
+def test_a_line_that_killed_the_server_twice_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
+    batch = interrupted(checkpoint, tmp_path)
+    died(tmp_path, batch, "n1", "n2")
+    died(tmp_path, batch, "n2")
+    with stateful(checkpoint, tmp_path) as server:
+        done = finished(server, batch)
+        assert done["status"] == "completed"
+        assert set(rows(server, done["output_file_id"])) == {"n1", "c", "d"}
+        bad = rows(server, done["error_file_id"])
+        assert {name: reply["error"]["code"] for name, reply in bad.items()} == {"n2": "server_died"}
+        assert server.app.state.context.batches.store.attempts(batch["id"]) == {}
+
+
+def test_lines_in_work_at_a_crash_are_tried_one_at_a_time(checkpoint: Path, tmp_path: Path) -> None:
+    batch = interrupted(checkpoint, tmp_path)
+    died(tmp_path, batch, "n1", "n2")
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 5, delay=0.2)
+        store = server.app.state.context.batches.store
+        assert wait_until(lambda: store.attempts(batch["id"]) == {"n1": 2, "n2": 1})
+        assert wait_until(lambda: store.attempts(batch["id"]) == {"n2": 2})
+        assert finished(server, batch)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+    # Stopping a server in good order blames no line, however often.
+    for _ in range(3):
+        other = interrupted(checkpoint, tmp_path)
+        store = BatchStore(tmp_path, max_bytes=1 << 20)
+        assert store.attempts(other["id"]) == {}
+        store.begin_line(other["id"], "\ud800")
+        assert store.attempts(other["id"]) == {"\ud800": 1}
+        record = store.batch(other["id"], "")
+        assert record is not None
+        store.put_batch(record | {"status": "cancelled"}, "")
+        store.close()
+
+
 def test_a_batch_expires(checkpoint: Path, tmp_path: Path) -> None:
     with stateful(checkpoint, tmp_path) as server:
         server.script("never", token_ids("z") * 400, delay=1)

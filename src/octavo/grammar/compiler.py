@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from octavo.grammar.depth import depth_problem
 from octavo.grammar.library import llguidance
 from octavo.grammar.source import limits, one_line
+from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_CACHED = 256
@@ -187,8 +189,15 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
     return library.LLTokenizer(library.TokenizerWrapper(encoder), n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos))
 
 
+def fresh_matcher(tokenizer: Any, source: str) -> Any:
+    """The engine's matcher for a grammar. To be called on a deep stack."""
+    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
+
+
 def _compile(tokenizer: Future[Any], source: str) -> Any:
-    matcher = llguidance().LLMatcher(tokenizer.result(), source, log_level=0, limits=limits())
+    if deep := depth_problem(source):
+        raise GrammarError(f"The grammar of this request cannot be used: {deep}")
+    matcher = on_deep_stack(fresh_matcher, tokenizer.result(), source)
     if matcher.is_error():
         raise GrammarError(f"The grammar of this request cannot be used: {one_line(matcher.get_error())}")
     return matcher

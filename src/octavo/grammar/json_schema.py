@@ -7,8 +7,10 @@ messages do not say where; `failing_path` finds the smallest part of the schema 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 Path = tuple[str | int, ...]
 
@@ -140,11 +142,10 @@ def endless(schema: Any) -> Path | None:
     def search(node: Any, path: Path, depth: int) -> Path | None:
         if depth > 64:
             return None
-        if needs_itself(node, frozenset()):
-            return path
-        # Definitions that nothing uses do no harm, and those in use are found where they are used.
+        # Definitions that nothing uses do no harm, and those in use are found where they are used. Inner parts first: they are the place.
         inner = ((step, part) for step, part in subschemas(node) if step[0] not in ("$defs", "definitions"))
-        return next((found for step, part in inner if (found := search(part, (*path, *step), depth + 1)) is not None), None)
+        found = next((found for step, part in inner if (found := search(part, (*path, *step), depth + 1)) is not None), None)
+        return path if found is None and needs_itself(node, frozenset()) else found
 
     return search(schema, (), 0)
 
@@ -162,6 +163,10 @@ def _target(schema: Any, reference: str) -> Any:
     return node
 
 
+SEARCH_SECONDS = 2.0
+"""How long the place of a problem is looked for: then the place found so far has to do."""
+
+
 def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, str]:
     """Where a refused schema goes wrong: the path of the deepest part that is refused by itself, and what is said of it.
 
@@ -169,11 +174,14 @@ def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, s
         problem_of: "" for a schema that is fine, else what is wrong with it.
     """
     path: Path = ()
+    deadline = time.monotonic() + SEARCH_SECONDS
     problem = problem_of(schema)
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     node, seen = schema, set[str]()
     while True:
         for step, inner in subschemas(node):
+            if time.monotonic() > deadline:
+                return path, problem
             alone = {**shared, **inner} if isinstance(inner, dict) and step[0] not in shared else inner
             # A part may be refused only because it stands alone (a $ref into the whole): then it says nothing about the whole.
             found = problem_of(alone)
@@ -181,6 +189,8 @@ def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, s
                 path, problem, node = (*path, *step), found, inner
                 break
         else:
+            if _misses_reference(problem):
+                return lost_reference(schema) or path, problem
             reference = node.get("$ref") if isinstance(node, dict) else None
             if not isinstance(reference, str) or reference in seen or not reference.startswith(("#/$defs/", "#/definitions/")):
                 return path, problem
@@ -190,6 +200,36 @@ def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, s
             if not isinstance(target, dict) or not (found := problem_of({**shared, **target})):
                 return path, problem
             path, problem, node = (key, name), found, target
+
+
+def lost_reference(schema: Any) -> Path | None:
+    """Where the first $ref is that leads nowhere in `schema`, following those that lead somewhere."""
+    todo: list[tuple[Path, Any]] = [((), schema)]
+    seen: set[int] = set()
+    while todo:
+        path, node = todo.pop(0)
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        todo += [((*path, *step), inner) for step, inner in subschemas(node) if step[0] not in ("$defs", "definitions")]
+        if isinstance(reference := node.get("$ref"), str):
+            target = followed((), schema, reference[1:]) if reference in ("#", "") or reference.startswith("#/") else None
+            if target is None:
+                return path
+            todo.append(target)
+    return None
+
+
+def followed(path: Path, node: Any, fragment: str) -> tuple[Path, Any] | None:
+    """What a JSON pointer ("/$defs/a") leads to from the part at `path`; None if it is not there."""
+    for part in (unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:]):
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            path, node = (*path, int(part)), node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            path, node = (*path, part), node[part]
+        else:
+            return None
+    return path, node
 
 
 def _misses_reference(problem: str) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo.grammar.compiler import fresh_matcher
 from octavo.grammar.library import llguidance
-from octavo.grammar.source import limits
+from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_STEPS = 64
@@ -29,7 +30,7 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
     """
     tokens = vocabulary.tokens
     words = np.zeros(-(-len(tokens) // 32), np.int32)
-    start = llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    start = on_deep_stack(fresh_matcher, tokenizer, source)
     places: list[tuple[Any, tuple[int, ...] | bytes]] = [(start, b"")]
     seen: set[Any] = set()
     for _ in range(MAX_STEPS):

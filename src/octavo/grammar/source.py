@@ -10,14 +10,18 @@ import json
 from typing import Any
 
 from octavo.errors import InvalidRequest
+from octavo.grammar.depth import depth_problem, too_deep
 from octavo.grammar.json_schema import endless, failing_path, pointer, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance
+from octavo.grammar.stack import on_deep_stack
 from octavo.grammar.structural_tag import structural_tag_grammar
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_CHOICES = 10_000
+MAX_GBNF_RULES = 1000
+"""Converting them takes a time that grows with their square: a second for so many."""
 
 
 def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs") -> str:
@@ -91,6 +95,8 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: {e}.", param=param) from None
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
+    if (deep := too_deep(schema)) is not None:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
     check_ends(schema, param)
     if _problem(text):
         path, problem = failing_path(schema, problem_of)
@@ -132,6 +138,10 @@ def _grammar(text: str, param: str) -> str:
     """Lark, or GBNF/EBNF with `::=`."""
     library = llguidance()
     if "::=" in text:
+        if text.count("::=") > MAX_GBNF_RULES:
+            raise InvalidRequest(
+                f"{param}.grammar has more than {MAX_GBNF_RULES} rules in GBNF. Use fewer, or write it in Lark.", param=param
+            )
         from llguidance.gbnf_to_lark import any_to_lark
 
         try:
@@ -152,9 +162,16 @@ def _checked_source(source: str, what: str, param: str) -> str:
 
 
 def _problem(source: str) -> str:
-    """What the engine says against a grammar; "" when it is fine."""
-    failed, messages = llguidance().LLMatcher.validate_grammar_with_warnings(source, None, limits=limits())
+    """What there is to say against a grammar; "" when it is fine."""
+    if deep := depth_problem(source):
+        return deep
+    failed, messages = on_deep_stack(_validate, source)
     return one_line(messages[0]) if failed else ""
+
+
+def _validate(source: str) -> tuple[bool, list[str]]:
+    answer: tuple[bool, list[str]] = llguidance().LLMatcher.validate_grammar_with_warnings(source, None, limits=limits())
+    return answer
 
 
 def limits() -> Any:

@@ -28,6 +28,11 @@ def refusal(**wish: Any) -> str:
         ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"not": {"type": "null"}}}}, "$.$defs.x: "),
         ({"$ref": "#/$defs/gone"}, "$: "),
         ({"$ref": "http://example.com/x.json"}, "$: "),
+        ({"properties": {"b": {"type": "null"}, "a": {"$ref": "#/$defs/gone"}}}, "$.properties.a: "),
+        ({"properties": {"a": {"items": {"$ref": "http://example.com/x.json"}}}}, "$.properties.a.items: "),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/gone"}]}}}, "$.$defs.x.anyOf[0]: "),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"], "type": "object"}, "$.properties.a: "),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, "$.properties.a: "),
     ],
 )
 def test_a_schema_is_refused_where_it_is_wrong(schema: Any, place: str) -> None:

@@ -2,7 +2,8 @@
 
 One batch runs at a time, with a bounded number of its lines in work. A new line is begun only while nothing waits in the engine's
 queue, so that a batch takes what live requests leave. Every reply is on disk before it counts; a batch that a crash interrupted
-goes on with the lines that have no reply yet.
+goes on with the lines that have no reply yet. Those that were in work at the crash come first and one at a time, since one of them may
+have been its cause; a line under which the server died `MAX_DEATHS` times is given up.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any, Protocol, TextIO
 
 from octavo.errors import ConfigError
@@ -26,6 +27,10 @@ YIELD_SECONDS = 0.02
 SAVE_SECONDS = 1.0
 """How often the counts of a running batch are written."""
 
+
+MAX_DEATHS = 2
+"""A line that was in work every time the server died so often is not tried again."""
+DEADLY = f"The server died {MAX_DEATHS} times while this request was in work; it is not tried again."
 
 EXPIRED = "This request could not be executed before the completion window expired."
 
@@ -132,7 +137,8 @@ class BatchRunner:
             return status, reply
 
         running: set[Answering] = set()
-        todo = self._todo(record, done)
+        begun = self._store.attempts(record["id"])
+        todo = self._todo(record, done, begun)
         more, saved = True, time.monotonic()
         try:
             while more or running:
@@ -145,20 +151,29 @@ class BatchRunner:
                         for unanswered in (*cut, *todo):
                             outputs.write(failure(unanswered, "batch_expired", EXPIRED))
                     return ending
-                while more and len(running) < self._concurrency and not (running and self._busy()):
+                alone = any(task.get_name() in begun for task in running)
+                while more and not alone and len(running) < self._concurrency and not (running and self._busy()):
                     line = next(todo, None)
                     more = line is not None
-                    if line is not None:
-                        running.add(asyncio.create_task(_answer_line(line, post), name=line.custom_id))
+                    if line is None:
+                        break
+                    if begun.get(line.custom_id, 0) >= MAX_DEATHS:
+                        outputs.write(failure(line, "server_died", DEADLY))
+                        continue
+                    alone = line.custom_id in begun
+                    self._store.begin_line(record["id"], line.custom_id)
+                    running.add(asyncio.create_task(_answer_line(line, post), name=line.custom_id))
                 if running:
-                    await self._wait(running, SAVE_SECONDS if not more or len(running) >= self._concurrency else YIELD_SECONDS)
+                    await self._wait(running, SAVE_SECONDS if not more or alone or len(running) >= self._concurrency else YIELD_SECONDS)
                     running = self._write_finished(running, outputs)
                 if time.monotonic() - saved > SAVE_SECONDS:
                     saved = time.monotonic()
                     self._save_counts(record, owner)
             return "completed"
         finally:
+            # Whatever happened, the process lived to see it: no line is to blame.
             await cancel(*running)
+            self._store.forget_attempts(record["id"])
 
     async def _wait(self, running: set[Answering], seconds: float) -> None:
         """Until one of them is done, somebody changes the batch, or `seconds` are over."""
@@ -189,10 +204,11 @@ class BatchRunner:
             if stored is not None:
                 stored["request_counts"] = record["request_counts"]
 
-    def _todo(self, record: Record, done: set[str]) -> Iterator[BatchLine]:
-        for line in self._lines(record):
-            if line.custom_id not in done:
-                yield line
+    def _todo(self, record: Record, done: set[str], begun: Collection[str]) -> Iterator[BatchLine]:
+        """What has no reply; lines that were begun before come first."""
+        if begun:
+            yield from (line for line in self._lines(record) if line.custom_id in begun and line.custom_id not in done)
+        yield from (line for line in self._lines(record) if line.custom_id not in done and line.custom_id not in begun)
 
     def _count(self, record: Record) -> int:
         return sum(1 for _ in self._lines(record))
@@ -243,6 +259,7 @@ class _Outputs:
             self._files[kind] = self._store.path(self._id(kind)).open("a", encoding="utf-8")
         self._files[kind].write(encode_reply(reply))
         self._files[kind].flush()
+        self._store.end_line(self._record["id"], reply["custom_id"])
         self._record["request_counts"]["completed" if good else "failed"] += 1
 
     def close(self) -> None:

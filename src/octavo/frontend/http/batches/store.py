@@ -30,6 +30,9 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, status TEXT NOT NULL, record BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS attempts (
+    batch TEXT NOT NULL, line BLOB NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (batch, line)
+);
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 """
 
@@ -195,6 +198,25 @@ class BatchStore:
         ).fetchone()
         return None if row is None else (msgspec.json.decode(row[0]), row[1])
 
+    def begin_line(self, batch_id: str, line: str) -> None:
+        """A line is about to be sent. What is still written down when a server starts was in work when the last one died."""
+        self._db.execute(
+            "INSERT INTO attempts (batch, line, count) VALUES (?, ?, 1) ON CONFLICT (batch, line) DO UPDATE SET count = count + 1",
+            (batch_id, _key(line)),
+        )
+
+    def end_line(self, batch_id: str, line: str) -> None:
+        """A line has its reply, or was taken back in good order."""
+        self._db.execute("DELETE FROM attempts WHERE batch = ? AND line = ?", (batch_id, _key(line)))
+
+    def attempts(self, batch_id: str) -> dict[str, int]:
+        """Lines begun and not ended: how many times."""
+        found = self._db.execute("SELECT line, count FROM attempts WHERE batch = ?", (batch_id,))
+        return {line.decode("utf-8", "surrogatepass"): count for line, count in found}
+
+    def forget_attempts(self, batch_id: str) -> None:
+        self._db.execute("DELETE FROM attempts WHERE batch = ?", (batch_id,))
+
     # Both
 
     def _one(self, table: Table, record_id: str, owner: str) -> Record | None:
@@ -212,3 +234,8 @@ class BatchStore:
             f"SELECT record FROM {table} WHERE owner = ? {where} ORDER BY number {order} LIMIT ?", (owner, *values, limit + 1)
         ).fetchall()
         return Page([msgspec.json.decode(record) for (record,) in rows[:limit]], len(rows) > limit)
+
+
+def _key(line: str) -> bytes:
+    """A custom_id as it is kept: JSON may hold halves of characters, which no text column takes."""
+    return line.encode("utf-8", "surrogatepass")
