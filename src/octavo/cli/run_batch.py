@@ -19,7 +19,17 @@ from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.cli.progress import JobProgress, LoadingProgress
 from octavo.cli.sampling import add_server_flags, api_key
 from octavo.errors import ConfigError
-from octavo.frontend.http.batches.lines import BatchLine, Post, batch_lines, encode_reply, finished_ids, reply_to, succeeded
+from octavo.frontend.http.batches.lines import (
+    ENCODING,
+    NO_BATCH,
+    BatchLine,
+    Post,
+    batch_lines,
+    encode_reply,
+    finished_ids,
+    reply_to,
+    succeeded,
+)
 
 
 def configure(parser: CommandParser) -> None:
@@ -50,15 +60,17 @@ def read_batch(path: Path) -> list[BatchLine]:
     """The requests of an input file. Lines that cannot be sent carry their error.
 
     Raises:
-        ConfigError: no such file, or nothing in it.
+        ConfigError: no such file, nothing in it, or something else than requests.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding=ENCODING, errors="replace")
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror or e}.") from None
     lines = list(batch_lines(text.split("\n")))
     if not lines:
         raise ConfigError(f"{path}: there is no request in it.")
+    if not any(line.is_object for line in lines):
+        raise ConfigError(f"{path}: {NO_BATCH}")
     return lines
 
 

@@ -119,3 +119,18 @@ def test_missing_and_empty_inputs(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(ConfigError, match="no request"):
         read_batch(tmp_path / "empty")
+
+
+def test_an_input_of_something_else_is_one_error(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    for content in (bytes(range(256)) * 40, b"a,b\n1,2\n", b"3\n"):
+        source.write_bytes(content)
+        with pytest.raises(ConfigError, match="JSON lines"):
+            read_batch(source)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + line("a", prompt="x").encode())
+    (only,) = read_batch(source)
+    assert (only.custom_id, only.error) == ("a", "")
