@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,3 +145,30 @@ def test_root_path(checkpoint: Path) -> None:
 def test_impossible_settings(values: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         ServerSettings(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"), [("/v1/messages", {}), ("/v1/messages/count_tokens", {}), ("/v1/models", {"anthropic-version": "1"})]
+)
+def test_anthropics_clients_read_errors_in_their_shape(guarded: RunningServer, path: str, headers: dict[str, str]) -> None:
+    """Also those that no route answers: no key, no such method, no such route, no such model."""
+    key = {"Authorization": "Bearer alpha"}
+    for reply, status, kind in (
+        (guarded.http.post(path, json={}, headers=headers), 401, "authentication_error"),
+        (guarded.http.put(path, json={}, headers={**headers, **key}), 405, "invalid_request_error"),
+        (guarded.http.get(f"{path}/none/such", headers={**headers, **key}), 404, "not_found_error"),
+    ):
+        assert reply.status_code == status
+        body = reply.json()
+        assert (body["type"], body["error"]["type"]) == ("error", kind)
+        assert body["error"]["message"]
+        assert body["request_id"].startswith("req_")
+
+
+def test_a_models_card_serves_both_apis(server: RunningServer) -> None:
+    listed = server.http.get("/v1/models").json()
+    card = server.http.get(f"/v1/models/{listed['data'][0]['id']}").json()
+    assert card == listed["data"][0]
+    assert (card["object"], card["type"], card["display_name"]) == ("model", "model", card["id"])
+    assert int(datetime.datetime.fromisoformat(card["created_at"]).timestamp()) == card["created"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (card["id"], card["id"], False)

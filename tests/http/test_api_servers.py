@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -340,6 +341,7 @@ def test_ctrl_c_lets_requests_finish_and_leaves_nobody(fresh: ServerProcess) -> 
     assert fresh.wait() == 0
     assert wait_until(lambda: all(gone(pid) for pid in pids))
     assert "Traceback" not in fresh.log
+    assert len(re.findall(r"Stopping: \d+ requests", fresh.log)) == 1, "one process says it for all"
 
 
 def test_the_second_ctrl_c_ends_what_runs(fresh: ServerProcess) -> None:

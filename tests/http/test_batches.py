@@ -32,7 +32,7 @@ def upload(server: RunningServer, content: str | bytes, headers: dict[str, str] 
     return reply.json()
 
 
-def create(server: RunningServer, content: str, endpoint: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+def create(server: RunningServer, content: str | bytes, endpoint: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     reply = server.post("/v1/batches", {"input_file_id": upload(server, content)["id"], "endpoint": endpoint, **body})
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -151,6 +151,22 @@ def test_an_empty_file_fails(server: RunningServer) -> None:
     done = finished(server, create(server, "\n\n"))
     assert done["status"] == "failed"
     assert done["errors"]["data"][0]["code"] == "empty_file"
+
+
+@pytest.mark.parametrize(
+    "content", [bytes(range(256)) * 40, b"\x1f\x8b\x08\n\n\xff", b"a,b,c\n1,2,3\n", b"[1]\n[2]\n", "[{}]".encode("utf-16")]
+)
+def test_a_file_of_something_else_is_one_error(server: RunningServer, content: bytes) -> None:
+    batch = finished(server, create(server, content))
+    assert (batch["status"], batch["error_file_id"], batch["output_file_id"]) == ("failed", None, None)
+    (error,) = batch["errors"]["data"]
+    assert error["code"] == "invalid_file"
+    assert "JSON lines" in error["message"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(server: RunningServer) -> None:
+    batch = finished(server, create(server, b"\xef\xbb\xbf" + f"{line('a')}\n{line('b')}\n".encode()))
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
 
 
 def test_cancel(server: RunningServer) -> None:

@@ -190,12 +190,63 @@ def test_tools_are_shown_to_the_model(server: RunningServer) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"metadata": 5}, "metadata"),
+        ({"service_tier": 5}, "service_tier"),
+        ({"store": "x"}, "store"),
+        ({"verbosity": {}}, "verbosity"),
+        ({"verbosity": "endless"}, "verbosity"),
+        ({"prediction": 3}, "prediction"),
+        ({"prompt_cache_key": 3}, "prompt_cache_key"),
+        ({"safety_identifier": []}, "safety_identifier"),
+        ({"modalities": 5}, "modalities"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+        ({"web_search_options": {}}, "web_search_options"),
     ],
 )
 def test_bad_relations_between_fields(server: RunningServer, extra: dict[str, Any], param: str) -> None:
     reply = server.post(PATH, {"messages": HI, **extra})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+def test_fields_of_openais_without_an_effect_are_taken(server: RunningServer) -> None:
+    extra = {
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "store": True,
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+        "modalities": ["text"],
+        "prompt_cache_key": "k",
+        "safety_identifier": "u",
+    }
+    assert server.post(PATH, {"messages": HI, **extra}).status_code == 200
+    assert server.post(PATH, {"messages": HI, **dict.fromkeys(extra)}).status_code == 200
+
+
+def test_a_budget_that_cannot_be_held_says_why(checkpoint: Any, tmp_path: Any) -> None:
+    from octavo.frontend.http.reply_plan import budget_note
+    from octavo.frontend.http.settings import ServerSettings
+    from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+    settings = ServerSettings(reasoning_parser="think")
+    with running_server(checkpoint, settings) as server:
+        error = server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).json()["error"]
+        assert error["param"] == "thinking_token_budget"
+        assert f"the marker </think> of this model's reasoning is {len(server.tokens('</think>'))} tokens" in error["message"]
+        assert "</think>" in budget_note(server.llm.tokenizer, settings)
+        assert budget_note(server.llm.tokenizer, ServerSettings()) == ""
+    marked = write_tiny_checkpoint(tmp_path, more=("<think>", "</think>"))
+    with running_server(marked, settings) as server:
+        assert server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).status_code == 200
+        assert budget_note(server.llm.tokenizer, settings) == ""
+        # What the prompt has closed already needs no limit.
+        closed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think></think>"}]
+        body = {"messages": closed, "add_generation_prompt": False, "continue_final_message": True, "thinking_token_budget": 5}
+        assert server.post(PATH, body).status_code == 200
+        assert server.fake.seen[-1].sampling.constraint is None
 
 
 def test_template_from_a_request_when_trusted(checkpoint: Any) -> None:

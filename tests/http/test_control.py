@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+
+from octavo.frontend.http.schemas import ChatRequest, CompletionRequest
 from tests.support.http_server import RunningServer, wait_until
 from tests.support.scripts import token_ids
 
@@ -23,6 +26,23 @@ def test_render_chat_is_what_chat_sends(server: RunningServer) -> None:
     assert (rendered["sampling_params"]["temperature"], rendered["sampling_params"]["max_tokens"]) == (0.25, 7)
     filled = server.post("/v1/chat/completions/render", {"messages": HI}).json()
     assert filled["sampling_params"]["max_tokens"] == 512 - filled["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/v1/completions/render"])
+def test_render_shows_all_sampling_parameters_by_the_names_of_requests(server: RunningServer, path: str) -> None:
+    chat = "chat" in path
+    prompt: dict[str, Any] = {"messages": HI} if chat else {"prompt": "a"}
+    fields = ChatRequest.model_fields if chat else CompletionRequest.model_fields
+
+    def shown(**body: Any) -> dict[str, Any]:
+        reply = server.post(path, {**prompt, **body}).json()
+        return (reply if chat else reply["data"][0])["sampling_params"]
+
+    plain = shown()
+    assert plain.keys() <= fields.keys()
+    assert (plain["temperature"], plain["top_p"], plain["top_k"], plain["n"], plain["stop"], plain["seed"]) == (1.0, 1.0, 0, 1, None, None)
+    given = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.1, "seed": 3, "logit_bias": {"3": 1.0}, "stop": ["x"], "ignore_eos": True}
+    assert given.items() <= shown(**given).items()
 
 
 def test_render_completions(server: RunningServer) -> None:

@@ -161,6 +161,25 @@ def test_text_far_over_the_context_is_refused_before_it_is_tokenised(server: Run
     assert server.post("/v1/completions", {"prompt": "hello " * 100_000, "truncate_prompt_tokens": 5}).status_code == 200
 
 
+@pytest.mark.parametrize("field", [{}, {"max_completion_tokens": 3}])
+@pytest.mark.parametrize("size", [9_000_000, 20_000_000])
+def test_chats_far_over_the_context_are_not_the_templates_fault(server: RunningServer, size: int, field: dict[str, Any]) -> None:
+    """Whether the template is stopped at the size or not: the messages are what is too long."""
+    half = {"role": "user", "content": "z" * (size // 2)}
+    error = error_of(server.post("/v1/chat/completions", {"messages": [half, half], **field}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "512 tokens" in error["message"]
+    cut = server.post("/v1/chat/completions", {"messages": [half, half], "truncate_prompt_tokens": 5, **field})
+    if size < 10_000_000:
+        assert cut.status_code == 200, cut.text
+    else:  # more than is ever rendered, so that nothing can be cut
+        assert error_of(cut, 400)["code"] == "context_length_exceeded"
+    for path, body in (("/v1/messages", {"max_tokens": 3, "messages": [half, half]}), ("/v1/responses", {"input": "z" * size})):
+        reply = server.post(path, body)
+        assert reply.status_code == 400
+        assert "512 tokens" in reply.json()["error"]["message"], path
+
+
 @pytest.mark.parametrize(
     "raw",
     [

@@ -122,6 +122,37 @@ def test_an_endless_head_is_refused(server: ServerProcess, part: bytes) -> None:
     assert serves(server)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health?" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
+    ],
+    ids=["line", "header", "headers", "trailers"],
+)
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_a_head_over_the_limit_is_refused_even_if_it_comes_whole(server: ServerProcess, head: bytes, pieces: int) -> None:
+    size = -(-len(head) // pieces)
+    with connected(server) as sock:
+        with contextlib.suppress(OSError):
+            for at in range(0, len(head), size):
+                sock.sendall(head[at : at + size])
+        reply = read_all(sock)
+    # The reply may be lost with what was still being sent.
+    assert reply == b"" or reply.startswith(b"HTTP/1.1 431 "), reply[:300]
+    assert serves(server)
+
+
+def test_what_is_no_http_is_answered_in_json(server: ServerProcess) -> None:
+    with connected(server) as sock:
+        sock.sendall(b"GET / NONSENSE\r\n\r\n")
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json")
+    assert json.loads(body)["error"]["code"] == 400
+
+
 def test_a_large_head_within_the_limit_is_fine(server: ServerProcess) -> None:
     assert server.http.get("/health", headers={"x-large": "a" * 30_000}).status_code == 200
 

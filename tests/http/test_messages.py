@@ -146,6 +146,7 @@ def test_count_tokens(server: RunningServer) -> None:
         ({"messages": "x"}, "messages"),
         ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "user, assistant or system"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.frontend.http.responses.request import INCLUDABLE
 from octavo.frontend.http.settings import ServerSettings
 from tests.support.http_server import RunningServer, running_server, wait_until
 from tests.support.scripts import token_ids
@@ -270,6 +271,9 @@ def test_tools_reach_the_template(server: RunningServer) -> None:
         ({"temperature": -1}, "temperature"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"top_logprobs": 100}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs", "wishes"]}, "include"),
+        ({"include": [""]}, "include"),
+        ({"text": {"verbosity": "endless"}}, "text"),
         ({"input": "z" * 600}, None),
     ],
 )
@@ -278,6 +282,10 @@ def test_bad_requests(server: RunningServer, body: dict[str, Any], param: str | 
     assert reply.status_code == 400, reply.text
     if param is not None:
         assert reply.json()["error"]["param"] == param
+
+
+def test_what_openai_includes_is_taken(server: RunningServer) -> None:
+    assert create(server, include=list(INCLUDABLE), text={"verbosity": "low"})["status"] == "completed"
 
 
 def test_long_input_is_cut_when_asked(server: RunningServer) -> None:

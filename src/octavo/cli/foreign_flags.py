@@ -65,7 +65,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     ),
     *_ignored(
         "Octavo never runs code from a checkpoint or from the command line",
-        values="code-revision worker-cls worker-extension-cls logits-processor-pattern plugin tool-parser-plugin reasoning-parser-plugin",
+        values="code-revision worker-cls worker-extension-cls logits-processor-pattern plugin reasoning-parser-plugin",
         lists="middleware logits-processors",
     ),
     *_ignored(
@@ -84,21 +84,23 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     *_ignored(
         "metrics and logs are always complete and cheap",
         switches="enable-server-load-tracking collect-detailed-traces kv-cache-metrics enable-mfu-metrics enable-layerwise-nvtx-tracing",
-        values="show-hidden-metrics-for-version otlp-traces-endpoint log-config-file kv-cache-metrics-sample profiler-config "
-        "disable-access-log-for-endpoints",
+        values="show-hidden-metrics-for-version otlp-traces-endpoint kv-cache-metrics-sample profiler-config",
+    ),
+    *_ignored(
+        "each request says it for itself (stream_interval)",
+        values="stream-interval",
     ),
     *_ignored(
         "it has no effect here",
         switches="disable-sliding-window calculate-kv-scales enforce-eager-inductor allow-deprecated-quantization "
         "enable-prompt-embeds enable-return-routed-experts enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none "
-        "log-error-stack enable-ssl-refresh trust-request-chat-template-kwargs async-engine",
+        "log-error-stack trust-request-chat-template-kwargs async-engine",
         values="task convert override-pooler-config pooler-config additional-config override-neuron-config "
-        "block-size-cpu guided-decoding-backend structured-outputs-config h11-max-incomplete-event-size h11-max-header-count "
-        "tokenizer-revision tokenizer-pool-size tokenizer-pool-type numa-bind stream-interval",
+        "block-size-cpu guided-decoding-backend structured-outputs-config "
+        "tokenizer-revision tokenizer-pool-size tokenizer-pool-type numa-bind",
     ),
     _refused("set it with --hf-overrides '{\"rope_scaling\": ...}'", "rope-scaling", "value", "{}", "null"),
     _refused("set it with --hf-overrides '{\"rope_theta\": ...}'", "rope-theta", "value"),
-    _refused("adapters", "lora-modules", "values"),
     _refused("adapters", "max-loras", "value", "1"),
     _refused("adapters", "max-lora-rank", "value", "16"),
     _refused("adapters", "max-cpu-loras", "value", "1"),
@@ -112,13 +114,21 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     _refused("splitting the context over GPUs", "decode-context-parallel-size", "value", "1"),
     _refused("splitting the context over GPUs", "prefill-context-parallel-size", "value", "1"),
     _refused("splitting the context over GPUs", "dcp-size", "value", "1"),
-    _refused("tool calling", "enable-auto-tool-choice", "nothing"),
-    _refused("tool calling", "tool-call-parser", "value"),
-    _refused("tool calling", "tool-server", "value"),
-    _refused("reasoning parsing", "reasoning-parser", "value"),
+    _refused("tools that the server runs itself", "tool-server", "value"),
     _refused("speculative decoding", "speculative-model", "value"),
     _refused("speculative decoding", "num-speculative-tokens", "value", "0"),
 )
+
+SERVER_ONLY: tuple[ForeignFlag, ...] = (
+    *_ignored(
+        "only `octavo serve` has such a setting",
+        switches="enable-ssl-refresh enable-auto-tool-choice",
+        values="tool-parser-plugin log-config-file h11-max-incomplete-event-size h11-max-header-count tool-call-parser reasoning-parser",
+        lists="disable-access-log-for-endpoints",
+    ),
+    _refused("adapters", "lora-modules", "values"),
+)
+"""Settings of the server, which vLLM's other commands have too."""
 
 
 class _Remember(argparse.Action):
@@ -130,7 +140,7 @@ class _Remember(argparse.Action):
 
 def add_foreign_flags(parser: CommandParser) -> None:
     """Make the parser accept every flag of the table that is not a setting. Call it after the settings were added."""
-    for flag in FOREIGN_FLAGS:
+    for flag in (*FOREIGN_FLAGS, *SERVER_ONLY):
         arity: dict[str, Any] = {} if flag.takes == "value" else {"nargs": 0 if flag.takes == "nothing" else "*"}
         names = [flag.name, flag.short] if flag.short else [flag.name]
         if flag.takes == "nothing":
@@ -147,7 +157,7 @@ def check_foreign_flags(namespace: Namespace) -> None:
         NotYet: a flag asks for something that Octavo does not do.
     """
     given = vars(namespace)
-    for flag in FOREIGN_FLAGS:
+    for flag in (*FOREIGN_FLAGS, *SERVER_ONLY):
         if _PREFIX + flag.name not in given:
             continue
         value = given[_PREFIX + flag.name]

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from octavo.cli.files import check_output
-from octavo.cli.flags import add_engine_settings, engine_args, positive_int
+from octavo.cli.flags import add_engine_settings, add_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.cli.progress import JobProgress, LoadingProgress
 from octavo.cli.sampling import add_server_flags, api_key
 from octavo.errors import ConfigError
-from octavo.frontend.http.batches.lines import BatchLine, Post, batch_lines, encode_reply, finished_ids, reply_to, succeeded
+from octavo.frontend.http.batches.lines import (
+    ENCODING,
+    NO_BATCH,
+    BatchLine,
+    Post,
+    batch_lines,
+    encode_reply,
+    finished_ids,
+    reply_to,
+    succeeded,
+)
+from octavo.frontend.http.settings import ServerSettings
+
+_READING = ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")
+"""Settings of the server that decide what replies look like."""
 
 
 def configure(parser: CommandParser) -> None:
@@ -28,12 +43,21 @@ def configure(parser: CommandParser) -> None:
     parser.add_argument("-o", "--output-file", dest="output", metavar="FILE", help="Replies; lines that are there are kept.")
     parser.add_argument("--concurrency", type=positive_int, metavar="N", help="Requests running at once. Default: 128.")
     add_server_flags(parser)
+    # The model's replies are read here as a server would, so it has to be told how.
+    add_settings(parser, ServerSettings, skip={f.name for f in dataclasses.fields(ServerSettings)} - {*_READING})
     add_engine_settings(parser, positional=False)
+
+
+def reading(options: Namespace) -> ServerSettings:
+    """The settings of an application that answers batches alone."""
+    given = vars(options)
+    return ServerSettings(disable_request_summary=True, **{name: given[name] for name in _READING if name in given})
 
 
 def run(options: Namespace) -> int:
     if not hasattr(options, "input") or not hasattr(options, "output"):
         raise UsageError("run-batch needs an input and an output file: octavo run-batch -i requests.jsonl -o replies.jsonl.")
+    settings = reading(options)
     lines = read_batch(Path(options.input))
     output = Path(options.output)
     check_output(output, Path(options.input))
@@ -43,28 +67,30 @@ def run(options: Namespace) -> int:
         print(f"{output}: {len(lines) - len(todo)} of {len(lines)} requests are done already.", flush=True)
     if not todo:
         return 0
-    return asyncio.run(_run(options, todo, output))
+    return asyncio.run(_run(options, settings, todo, output))
 
 
 def read_batch(path: Path) -> list[BatchLine]:
     """The requests of an input file. Lines that cannot be sent carry their error.
 
     Raises:
-        ConfigError: no such file, or nothing in it.
+        ConfigError: no such file, nothing in it, or something else than requests.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding=ENCODING, errors="replace")
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror or e}.") from None
     lines = list(batch_lines(text.split("\n")))
     if not lines:
         raise ConfigError(f"{path}: there is no request in it.")
+    if not any(line.is_object for line in lines):
+        raise ConfigError(f"{path}: {NO_BATCH}")
     return lines
 
 
-async def _run(options: Namespace, todo: list[BatchLine], output: Path) -> int:
+async def _run(options: Namespace, settings: ServerSettings, todo: list[BatchLine], output: Path) -> int:
     failed = 0
-    async with _poster(options) as post:
+    async with _poster(options, settings) as post:
 
         async def work(line: BatchLine) -> dict[str, Any]:
             return await reply_to(line, post)
@@ -81,7 +107,7 @@ async def _run(options: Namespace, todo: list[BatchLine], output: Path) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _poster(options: Namespace) -> AsyncIterator[Post]:
+async def _poster(options: Namespace, settings: ServerSettings) -> AsyncIterator[Post]:
     """How requests reach a model: a server, or the same application in this process."""
     if url := getattr(options, "url", None):
         from octavo.cli.http_client import HttpClient
@@ -96,11 +122,10 @@ async def _poster(options: Namespace) -> AsyncIterator[Post]:
     from octavo.frontend.async_llm import AsyncLLM
     from octavo.frontend.http.app import build_app
     from octavo.frontend.http.batches.inside import post_to_app
-    from octavo.frontend.http.settings import ServerSettings
 
     with LoadingProgress() as loading:
         llm = await AsyncLLM.start(args, progress=loading)
     async with llm:
-        app = build_app(llm, ServerSettings(disable_request_summary=True), served_model_names=args.served_model_name)
+        app = build_app(llm, settings, served_model_names=args.served_model_name)
         async with app.router.lifespan_context(app):
             yield lambda path, body: post_to_app(app, path, body)

@@ -256,5 +256,5 @@ class EngineArgs:
     )
     disable_log_stats: bool = setting(False, "No periodic line of throughput and cache use.", group="reliability")
     debug_scripted_model: str | None = setting(
-        None, "Tests: a JSON file of token lists to return instead of running the model.", group="reliability"
+        None, "Tests: a JSON file that says which tokens to return instead of running a model (docs/architecture.md).", group="reliability"
     )

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo.cli.run_batch import BatchLine, finished_ids, read_batch, reply_to
+from octavo.cli.parser import CommandParser
+from octavo.cli.run_batch import BatchLine, configure, finished_ids, read_batch, reading, reply_to
 from octavo.errors import ConfigError
 from tests.support.openai_stub import StubServer
 from tests.unit.cli.conftest import ANSWER
@@ -119,3 +120,29 @@ def test_missing_and_empty_inputs(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(ConfigError, match="no request"):
         read_batch(tmp_path / "empty")
+
+
+def test_an_input_of_something_else_is_one_error(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    for content in (bytes(range(256)) * 40, b"a,b\n1,2\n", b"3\n"):
+        source.write_bytes(content)
+        with pytest.raises(ConfigError, match="JSON lines"):
+            read_batch(source)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + line("a", prompt="x").encode())
+    (only,) = read_batch(source)
+    assert (only.custom_id, only.error) == ("a", "")
+
+
+def test_how_replies_are_read_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser("run-batch", "")
+    configure(parser)
+    options = parser.parse_args(["-i", "a", "-o", "b", "--tool-call-parser", "pythonic", "--reasoning-parser", "granite"])
+    settings = reading(options)
+    assert (settings.tool_call_parser, settings.reasoning_parser) == ("pythonic", "granite")
+    assert reading(parser.parse_args(["-i", "a", "-o", "b", "--api-key", "k"])).api_key is None
+    assert main(["run-batch", "-i", "a", "-o", "b", "--tool-call-parser", "telepathy"]) != 0
+    assert "telepathy" in capsys.readouterr().err

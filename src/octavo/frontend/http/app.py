@@ -14,6 +14,7 @@ from octavo.frontend.http.batches.inside import post_to_app
 from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
+from octavo.frontend.http.messages.errors import respond
 from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
 from octavo.frontend.http.peers import Alone, Peers
 from octavo.frontend.http.routes import (
@@ -96,7 +97,7 @@ def build_app(
         app.include_router(observe.dashboard_router)
     if settings.server_dev_mode:
         app.include_router(development.router)
-    install_error_handlers(app)
+    install_error_handlers(app, respond)
     _add_layers(app, settings, metrics)
     return app
 

@@ -14,12 +14,13 @@ from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatOptions
 from octavo.frontend.http.context import FINGERPRINT, ServerContext, fair_key
 from octavo.frontend.http.conversation import final_message, render
+from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.generation import Job
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.prompts import truncated
 from octavo.frontend.http.reply_plan import plan_reply
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
-from octavo.frontend.http.schemas import ChatRequest
+from octavo.frontend.http.schemas import VERBOSITIES, ChatRequest
 from octavo.frontend.http.structured import wish_of
 from octavo.frontend.http.tools import tool_use
 
@@ -38,6 +39,22 @@ def _top_logprobs(ctx: ServerContext, body: ChatRequest) -> int | None:
     return (top or 0) if body.logprobs else None
 
 
+def _check_unserved(body: ChatRequest) -> None:
+    """OpenAI's fields for what no server of texts has.
+
+    Raises:
+        InvalidRequest: one of them asks for something that the reply would have to lack.
+    """
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise InvalidRequest(f'modalities must be ["text"], got {short_repr(body.modalities)}: replies are text only.', param="modalities")
+    if body.audio is not None:
+        raise InvalidRequest("audio: replies are text only; leave it out.", param="audio")
+    if body.web_search_options is not None:
+        raise InvalidRequest("web_search_options: this server runs no tools of its own; leave it out.", param="web_search_options")
+    if body.verbosity not in (None, *VERBOSITIES):
+        raise InvalidRequest(f"verbosity must be one of {', '.join(VERBOSITIES)}, got {short_repr(body.verbosity)}.", param="verbosity")
+
+
 def _template(ctx: ServerContext, body: ChatRequest) -> str | None:
     """The source of the chat template that the prompt was rendered with."""
     given = body.chat_template or (body.chat_template_kwargs or {}).get("chat_template")
@@ -52,6 +69,7 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
     """
     settings = ctx.settings
     check_common(body, settings.max_sequences, 1)
+    _check_unserved(body)
     use = tool_use(body.tools, body.tool_choice)
     top_logprobs = _top_logprobs(ctx, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -73,6 +91,10 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
         beam=bool(body.use_beam_search),
     )
     params.structured_outputs, params.constraint = plan.wish, plan.marks
+    if params.thinking_token_budget is not None and plan.form.closed:
+        params.thinking_token_budget = None  # the prompt says not to reason: nothing to limit
+    if params.thinking_token_budget is not None and plan.no_budget:
+        raise InvalidRequest(f"thinking_token_budget cannot be held here: {plan.no_budget}. Leave it out.", param="thinking_token_budget")
     if plan.keeps_special_tokens:
         params.skip_special_tokens = False
     prompt = truncated(ctx.llm, prompt, body.truncate_prompt_tokens, body.truncation_side, max_tokens)

@@ -17,6 +17,10 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of the request line and the headers together."""
 
 
+class _HeadTooLarge(Exception):
+    """Raised in a callback of the parser, which hands it on as an error of its own."""
+
+
 class Connection(HttpToolsProtocol):
     """See the module. `client_timeout` is set by a subclass (`connection_class`); 0 is no limit."""
 
@@ -26,6 +30,9 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._begun = False
         self._head_bytes = 0
+        """Of what has come while a head was incomplete."""
+        self._parsed_bytes = 0
+        """Of the request line and the headers that the parser has read: a head may come whole, and in one piece with its body."""
         self._heard = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
@@ -47,7 +54,31 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         # A body may follow in the same piece, but where it did not, all of this was head.
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, b"Request Header Fields Too Large", f"The request line and headers are over {MAX_HEAD_BYTES} bytes.")
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser could not read, or a callback of it refused."""
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        else:
+            self._refuse(400, b"Bad Request", msg)
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Also of trailers, after a body."""
+        self._count_head(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def _count_head(self, size: int) -> None:
+        self._parsed_bytes += size
+        if self._parsed_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLarge
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, b"Request Header Fields Too Large", f"The request line and headers are over {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         self._begun = True
@@ -59,7 +90,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head, self._begun = True, False
-        self._head_bytes = 0
+        self._head_bytes = self._parsed_bytes = 0
         self._unwatch()
         super().on_message_complete()
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.frontend.http.errors import clip, short_repr
-from octavo.frontend.http.prompts import EncodedPrompt, encode_text
+from octavo.frontend.http.prompts import EncodedPrompt, check_length, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
 from octavo.frontend.parsing.formats import CallSyntax, tool_format
+from octavo.frontend.text.chat_template import TOO_LARGE
 from octavo.frontend.text.template_inspection import check_template, knows_tools
+from octavo.frontend.text.template_sandbox import MAX_CHARS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -58,6 +60,7 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings
             kwargs.setdefault("thinking", False)
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
+    must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
     try:
         tools, call_syntax = _tools(llm, body, settings.tool_call_parser, template)
         text = llm.tokenizer.apply_chat_template(
@@ -70,6 +73,11 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings
             call_syntax=call_syntax,
             **kwargs,
         )
+    except InvalidRequest as error:
+        # A template may leave out what it is given (reasoning of earlier turns), so that only what it could not build is measured.
+        if error.code == TOO_LARGE:
+            _check_size(llm, body, must_fit=must_fit)
+        raise
     except OctavoError:
         raise
     except Exception as e:
@@ -78,11 +86,38 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings
             f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages"
         ) from e
     # A rendered template writes its own special tokens: none are added unless asked, and BOS never twice.
-    must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
-    ids = await encode_text(llm, text, add_special_tokens=bool(body.add_special_tokens), must_fit=must_fit)
+    ids = await encode_text(llm, text, add_special_tokens=bool(body.add_special_tokens), must_fit=must_fit, param="messages")
     if not ids:
         raise InvalidRequest("These messages render to an empty prompt.", param="messages")
     return EncodedPrompt(ids, text)
+
+
+def _check_size(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, must_fit: bool) -> None:
+    """Raises InvalidRequest when the conversation by itself is more than can be rendered: the template is not to blame then."""
+    characters = _characters([body.messages, body.tools, body.documents])
+    if must_fit:
+        check_length(llm, characters, "messages")
+    if characters > MAX_CHARS // 2:  # a template may well hold the prompt twice while it builds it
+        raise InvalidRequest(
+            f"The messages have {characters} characters. That is more than a chat can be rendered from here ({MAX_CHARS} characters, "
+            "with all that the chat template adds): send less.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+
+
+def _characters(value: Any) -> int:
+    """The characters of all texts in JSON data."""
+    size, rest = 0, [value]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, str):
+            size += len(node)
+        elif isinstance(node, dict):
+            rest += node.values()
+        elif isinstance(node, list):
+            rest += node
+    return size
 
 
 def _tools(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, parser: str | None, template: str | None) -> tuple[Any, CallSyntax | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -176,11 +176,15 @@ def short_repr(value: Any) -> str:
         return f"a {type(value).__name__}"
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Every error of a route in our shape, the router's own 404 and 405 too. Unexpected ones: `middleware.ErrorBoundary`."""
+def install_error_handlers(app: FastAPI, respond: Callable[[Request, ErrorReply], Response]) -> None:
+    """Every error of a route as a reply, the router's own 404 and 405 too. Unexpected ones: `middleware.ErrorBoundary`.
 
-    async def on_expected(_request: Request, error: Exception) -> Response:
-        return describe(error).response()
+    Args:
+        respond: puts an error into the shape that the client reads.
+    """
+
+    async def on_expected(request: Request, error: Exception) -> Response:
+        return respond(request, describe(error))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -190,7 +194,7 @@ def install_error_handlers(app: FastAPI) -> None:
             reply = ErrorReply(404, "NotFoundError", f"There is no route {where}.")
         elif error.status_code == 405:
             reply = ErrorReply(405, reply.type, f"{where}: method not allowed.", headers=reply.headers)
-        return reply.response()
+        return respond(request, reply)
 
     async def on_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)

@@ -11,10 +11,12 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.frontend.http.batches.inside import OWNER
-from octavo.frontend.http.errors import ClientGone, describe
+from octavo.frontend.http.errors import ClientGone, ErrorReply, describe
+from octavo.frontend.http.messages.errors import in_this_shape, reads_this_shape
 from octavo.observe.metrics import HttpMetrics
 
 logger = logging.getLogger("octavo.server")
@@ -82,14 +84,15 @@ class ApiKeys:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or route_path(scope) in OPEN_PATHS or self._allowed(scope):
             await self.app(scope, receive, send)
             return
-        body = b'{"error":"Unauthorized"}'
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"www-authenticate", b"Bearer"),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        bearer = {"WWW-Authenticate": "Bearer"}
+        if reads_this_shape(route_path(scope), Headers(scope=scope)):
+            reply = ErrorReply(
+                401, "Unauthorized", "The API key is missing or wrong (x-api-key, or Authorization: Bearer).", headers=bearer
+            )
+            response = in_this_shape(reply, scope["state"]["request_id"])
+        else:
+            response = Response(b'{"error":"Unauthorized"}', 401, bearer, media_type="application/json")
+        await response(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         if OWNER in scope:

@@ -65,11 +65,12 @@ def _token_ids(values: list[Any], param: str) -> list[int]:
     return values
 
 
-async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, must_fit: bool = False) -> list[int]:
+async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, must_fit: bool = False, param: str = "prompt") -> list[int]:
     """`text` as token ids.
 
     Args:
         must_fit: refuse a text that cannot fit into the context without tokenising it, which takes seconds for megabytes.
+        param: the field that the text comes from.
 
     Raises:
         InvalidRequest: this server has no tokenizer; or see `must_fit`.
@@ -77,15 +78,21 @@ async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, mus
     tokenizer = llm.tokenizer
     if len(text) < LONG_TEXT:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    limit, longest = llm.ready_report.max_model_len, tokenizer.longest_token
-    if must_fit and len(text) > limit * longest:
+    if must_fit:
+        check_length(llm, len(text), param)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def check_length(llm: AsyncLLM, characters: int, param: str = "prompt") -> None:
+    """Raises InvalidRequest when a prompt of so many characters cannot fit into the context, whatever its tokens."""
+    limit, longest = llm.ready_report.max_model_len, llm.tokenizer.longest_token
+    if characters > limit * longest:
         raise InvalidRequest(
-            f"This model's context length is {limit} tokens, but the prompt has {len(text)} characters: at least "
-            f"{len(text) // longest} tokens. Shorten the prompt (or use truncate_prompt_tokens).",
-            param="prompt",
+            f"This model's context length is {limit} tokens, but the prompt has {characters} characters: at least "
+            f"{characters // longest} tokens. Shorten the prompt (or use truncate_prompt_tokens).",
+            param=param,
             code="context_length_exceeded",
         )
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
 async def encode_prompts(

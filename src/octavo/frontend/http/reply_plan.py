@@ -41,6 +41,8 @@ class ReplyPlan:
     wish: StructuredOutputsParams | None = None
     marks: OutputConstraint | None = None
     """How the reasoning is marked, in tokens, and where the grammar comes from."""
+    no_budget: str = ""
+    """Why this model's reasoning, which is recognised, cannot be limited."""
     keeps_special_tokens: bool = False
     """Markers are special tokens: they must stay in the text."""
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
@@ -106,6 +108,7 @@ async def plan_reply(
         named=use.mode == "named",
         wish=structured,
         marks=reasons,
+        no_budget=unlimited(tokenizer, reasoning, opened=form.opened) if reasoning is not None and not form.closed else "",
         keeps_special_tokens=any(mark in tokenizer.special_tokens for mark in marks),
         new_call_id=_short_id if tools is not None and tools.name.startswith("mistral") else _call_id,
     )
@@ -218,7 +221,31 @@ def _reasoning_marks(
     if reasoning.harmony:
         end = _HARMONY_NEXT if must_call else reasoning.end
         return OutputConstraint(reasoning_end_ids=ids(end), reasoning_stop_ids=ids(_HARMONY_NEXT if must_call else _HARMONY_ANSWER))
-    start, end_ids = ids(reasoning.start), ids(reasoning.end)
-    if len(end_ids) != 1 or (not form.opened and len(start) != 1):
+    if unlimited(tokenizer, reasoning, opened=form.opened):
         return None
+    start, end_ids = ids(reasoning.start), ids(reasoning.end)
     return OutputConstraint(reasoning_start_ids=[] if form.opened else start, reasoning_end_ids=end_ids, reasoning_stop_ids=end_ids)
+
+
+def unlimited(tokenizer: Tokenizer, reasoning: ReasoningFormat, *, opened: bool = False) -> str:
+    """Why reasoning in this form cannot be followed token by token, which a budget needs; "" where it can.
+
+    Args:
+        opened: the prompt has begun the reasoning already.
+    """
+    if reasoning.harmony:
+        return ""
+    for marker in (reasoning.end,) if opened else (reasoning.end, reasoning.start):
+        if (count := len(tokenizer.encode(marker, add_special_tokens=False))) != 1:
+            return f"the marker {marker} of this model's reasoning is {count} tokens, where a budget needs a single one"
+    return ""
+
+
+def budget_note(tokenizer: Tokenizer, settings: ServerSettings) -> str:
+    """Why budgets for reasoning will not hold on this server; "" if they will, or if nothing is known to reason."""
+    try:
+        reasoning = reasoning_format(settings.reasoning_parser, tokenizer.templates.select(None, False))
+    except InvalidRequest:
+        return ""
+    why = unlimited(tokenizer, reasoning) if reasoning is not None else ""
+    return f"Thinking budgets are not held: {why}. thinking_token_budget is refused, budget_tokens of /v1/messages ignored." if why else ""

@@ -28,6 +28,9 @@ Items = Annotated[list[Any], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
+VERBOSITIES = ("low", "medium", "high")
+
+
 class Schema(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=(), hide_input_in_errors=True)
 
@@ -134,6 +137,21 @@ class ChatRequest(GenerationRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
     return_prompt_text: Bool | None = None
+
+    # OpenAI's, without an effect here: their types are checked all the same
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: Bool | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    # OpenAI's, refused where they ask for something
+    modalities: Strings | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Schema):

@@ -251,6 +251,7 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             # Only now: the engine loads while this process imports the web framework.
             from octavo.frontend.http.app import build_app
             from octavo.frontend.http.conversation import defaults_note, start_notes
+            from octavo.frontend.http.reply_plan import budget_note
 
             if not await _ready_before(stop, llm, progress):
                 return
@@ -259,6 +260,8 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             report(llm.ready_report, llm.config, settings)
             if not (llm.args.skip_tokenizer_init or llm.ready_report.embedding_size):
                 for note in start_notes(llm.tokenizer.templates, settings):
+                    logger.warning(note)
+                if note := budget_note(llm.tokenizer, settings):
                     logger.warning(note)
                 if note := defaults_note(llm.default_sampling_params):
                     logger.info(note)
@@ -273,8 +276,14 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             await _end(llm)
 
 
-async def serve_until(stop: asyncio.Event, stop_now: asyncio.Event, server: Uvicorn, sock: socket.socket, context: ServerContext) -> None:
-    """Serves until `stop`; then lets requests finish until shutdown_timeout or `stop_now`; then fails the rest and returns."""
+async def serve_until(
+    stop: asyncio.Event, stop_now: asyncio.Event, server: Uvicorn, sock: socket.socket, context: ServerContext, *, announce: bool = True
+) -> None:
+    """Serves until `stop`; then lets requests finish until shutdown_timeout or `stop_now`; then fails the rest and returns.
+
+    Args:
+        announce: say in the log how the stopping goes; off where another process says it for all.
+    """
     llm, settings = context.llm, context.settings
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     reporter = asyncio.ensure_future(log_throughput(llm.stats, settings.log_stats_interval))
@@ -283,12 +292,13 @@ async def serve_until(stop: asyncio.Event, stop_now: asyncio.Event, server: Uvic
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await context.batches.stop()
-        if live := llm.live_requests():
+        if announce and (live := llm.live_requests()):
             logger.info("Stopping: %d requests have %.0f s to finish (once more to stop now).", live, settings.shutdown_timeout)
         await asyncio.wait({serving, insisting}, return_when=asyncio.FIRST_COMPLETED, timeout=settings.shutdown_timeout)
         if not serving.done():
             # Without an engine every stream ends with an error that says so, and its connection closes.
-            logger.info("Stopping now: %d requests are ended.", llm.live_requests())
+            if announce:
+                logger.info("Stopping now: %d requests are ended.", llm.live_requests())
             await _end(llm)
             await asyncio.wait({serving}, timeout=LAST_WORDS)
         if serving.done():

@@ -18,11 +18,13 @@ from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.text.generic_tools import described, has_calls, written_out
 from octavo.frontend.text.messages import ContentFormat, normalize_messages, plain_data
 from octavo.frontend.text.template_inspection import content_format, knows_tools, reads_arguments_as_text
-from octavo.frontend.text.template_sandbox import TemplateRefusal, TemplateTooExpensive, compile_template, render
+from octavo.frontend.text.template_sandbox import TemplateRefusal, TemplateTooExpensive, TemplateTooLarge, compile_template, render
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 MAX_TEMPLATE_CHARS = 1 << 20
+TOO_LARGE = "rendered_prompt_too_large"
+"""Code of the error about a template that built more text than it may."""
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 _CONTINUE = "\u2063OCTAVO-CONTINUES-HERE\u2063 "
 """Appended to the message to be continued, so that its end can be found in the rendered text."""
@@ -158,7 +160,8 @@ def _render(template: jinja2.Template, variables: Mapping[str, Any], param: str)
     except TemplateRefusal as e:
         raise InvalidRequest(f"The chat template refuses these messages: {e.message}", param=param) from None
     except TemplateTooExpensive as e:
-        raise InvalidRequest(f"The chat template was stopped: {e.message}.", param=param) from None
+        code = TOO_LARGE if isinstance(e, TemplateTooLarge) else None
+        raise InvalidRequest(f"The chat template was stopped: {e.message}.", param=param, code=code) from None
     except Exception as e:  # a template is code: anything can come out of it, and none of it is the server's fault
         detail = " ".join(str(e).split())[:500]
         raise InvalidRequest(f"The chat template failed on these messages: {detail or type(e).__name__}", param=param) from None

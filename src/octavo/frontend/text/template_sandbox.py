@@ -33,6 +33,10 @@ class TemplateTooExpensive(jinja2.TemplateError):
     """A template ran past its time or size."""
 
 
+class TemplateTooLarge(TemplateTooExpensive):
+    """A template built more text than a prompt may have: maybe because it was given that much."""
+
+
 class TemplateRefusal(jinja2.TemplateError):
     """The template itself called raise_exception(message)."""
 
@@ -61,7 +65,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     for piece in template.generate({**variables, _BUDGET: RenderBudget()}):
         size += len(piece)
         if size > MAX_CHARS:
-            raise TemplateTooExpensive(f"it made more than {MAX_CHARS} characters")
+            raise TemplateTooLarge(f"it made more than {MAX_CHARS} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -133,7 +137,7 @@ def _length(value: Any) -> int:
 
 def _check_size(size: Any) -> None:
     if isinstance(size, int) and size > MAX_CHARS:
-        raise TemplateTooExpensive(f"it built a string or list of {size} elements")
+        raise TemplateTooLarge(f"it built a string or list of {size} elements, more than {MAX_CHARS}")
 
 
 def _tick(context: Context) -> None:

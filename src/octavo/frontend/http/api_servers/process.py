@@ -96,7 +96,7 @@ async def _serve(boot: ApiServerBoot, client: RelayedClient, launch: Launch, set
     announcing = asyncio.ensure_future(_announce(server, client))
     try:
         with socket.socket(fileno=boot.listen_fd) as sock:
-            await serve_until(stop, stop_now, server, sock, context)
+            await serve_until(stop, stop_now, server, sock, context, announce=False)
     finally:
         announcing.cancel()
         await context.close()

@@ -26,6 +26,9 @@ URLS = (
     "/v1/score",
     "/v1/rerank",
 )
+ENCODING = "utf-8-sig"
+"""Of inputs: some editors begin UTF-8 with a byte order mark, which is no part of the first line."""
+NO_BATCH = "No line of this file is a JSON object, so it is no batch: send JSON lines in UTF-8, one request a line."
 _RETRIES = 20
 _REPLY_START = b'{"id": "batch_req_'
 """How every line that we write begins: only such a line is taken for one of ours, cut short."""
@@ -44,10 +47,16 @@ class BatchLine:
     url: str
     body: Any
     error: str = ""
+    is_object: bool = True
+    """The line is a JSON object. A file without one is something else than a batch."""
 
 
 def batch_lines(lines: Iterable[str], urls: Sequence[str] = URLS) -> Iterator[BatchLine]:
-    """The requests in `lines`, empty ones skipped. Lines that cannot be sent carry their error."""
+    """The requests in `lines`, empty ones skipped. Lines that cannot be sent carry their error.
+
+    Args:
+        lines: of a text decoded as `ENCODING`.
+    """
     seen: set[str] = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -56,22 +65,27 @@ def batch_lines(lines: Iterable[str], urls: Sequence[str] = URLS) -> Iterator[Ba
         if parsed.custom_id in seen:
             # Its answer needs a name of its own, or a resumed run would take it for done.
             parsed = BatchLine(
-                number, f"{parsed.custom_id}#line-{number}", "", None, f"custom_id {parsed.custom_id!r} is used by an earlier line"
+                number,
+                f"{parsed.custom_id}#line-{number}",
+                "",
+                None,
+                f"custom_id {parsed.custom_id!r} is used by an earlier line",
+                parsed.is_object,
             )
         seen.add(parsed.custom_id)
         yield parsed
 
 
 def _parse_line(number: int, line: str, urls: Sequence[str]) -> BatchLine:
-    def bad(message: str, custom_id: str = "") -> BatchLine:
-        return BatchLine(number, custom_id or f"line-{number}", "", None, message)
+    def bad(message: str, custom_id: str = "", *, is_object: bool = True) -> BatchLine:
+        return BatchLine(number, custom_id or f"line-{number}", "", None, message, is_object)
 
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as e:
-        return bad(f"line {number} is not JSON: {e}")
+        return bad(f"line {number} is not JSON: {e}", is_object=False)
     if not isinstance(entry, dict):
-        return bad(f"line {number} must be a JSON object")
+        return bad(f"line {number} must be a JSON object", is_object=False)
     custom_id = entry.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return bad(f"line {number} needs a custom_id (a text)")

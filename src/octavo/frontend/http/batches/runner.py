@@ -15,7 +15,18 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any, Protocol, TextIO
 
 from octavo.errors import ConfigError
-from octavo.frontend.http.batches.lines import BatchLine, Post, batch_lines, encode_reply, failure, finished_ids, reply_to, succeeded
+from octavo.frontend.http.batches.lines import (
+    ENCODING,
+    NO_BATCH,
+    BatchLine,
+    Post,
+    batch_lines,
+    encode_reply,
+    failure,
+    finished_ids,
+    reply_to,
+    succeeded,
+)
 from octavo.frontend.http.batches.records import Record, file_record
 from octavo.frontend.http.batches.store import BatchStore
 from octavo.frontend.http.sse import cancel
@@ -105,10 +116,14 @@ class BatchRunner:
             self._fail(record, owner, "output_file_broken", str(error))
             return
         if record["status"] == "validating":
-            record["request_counts"]["total"] = await asyncio.to_thread(self._count, record)
-            if record["request_counts"]["total"] == 0:
+            record["request_counts"]["total"], objects = await asyncio.to_thread(self._count, record)
+            if objects == 0:
                 outputs.close()
-                self._fail(record, owner, "empty_file", "There is no request in the input file.")
+                if record["request_counts"]["total"] == 0:
+                    self._fail(record, owner, "empty_file", "There is no request in the input file.")
+                else:
+                    record["request_counts"]["total"] = 0
+                    self._fail(record, owner, "invalid_file", NO_BATCH)
                 return
             record["status"], record["in_progress_at"] = "in_progress", int(self._store.clock())
             with self._store.changing(record["id"], owner) as stored:
@@ -210,11 +225,16 @@ class BatchRunner:
             yield from (line for line in self._lines(record) if line.custom_id in begun and line.custom_id not in done)
         yield from (line for line in self._lines(record) if line.custom_id not in done and line.custom_id not in begun)
 
-    def _count(self, record: Record) -> int:
-        return sum(1 for _ in self._lines(record))
+    def _count(self, record: Record) -> tuple[int, int]:
+        """Lines, and how many of them are JSON objects."""
+        total = objects = 0
+        for line in self._lines(record):
+            total += 1
+            objects += line.is_object
+        return total, objects
 
     def _lines(self, record: Record) -> Iterator[BatchLine]:
-        with self._store.path(record["input_file_id"]).open(encoding="utf-8", errors="replace", newline="\n") as file:
+        with self._store.path(record["input_file_id"]).open(encoding=ENCODING, errors="replace", newline="\n") as file:
             yield from batch_lines(file, (record["endpoint"],))
 
     def _fail(self, record: Record, owner: str, code: str, message: str) -> None:

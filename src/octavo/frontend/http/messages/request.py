@@ -112,7 +112,9 @@ def _chat_messages(message: Any, where: str) -> list[dict[str, Any]]:
     """One message as chat has it: the results of tools are messages of their own, before the rest."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
-        raise InvalidRequest(f"{where} must be an object whose role is user or assistant, got {short_repr(role)}.", param="messages")
+        raise InvalidRequest(
+            f"{where} must be an object whose role is user, assistant or system, got {short_repr(role)}.", param="messages"
+        )
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]

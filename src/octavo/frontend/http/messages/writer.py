@@ -9,28 +9,12 @@ from typing import Any
 import msgspec
 
 from octavo.frontend.http.chat import ChatWriter
-from octavo.frontend.http.errors import MAX_MESSAGE_CHARS, ErrorReply, clip, describe, renamed
+from octavo.frontend.http.errors import describe, renamed
 from octavo.frontend.http.generation import Generation
+from octavo.frontend.http.messages.errors import error_body
 from octavo.frontend.http.messages.request import OUR_NAME
 from octavo.frontend.http.replies import ChatChunkChoice, ToolCall, ToolCallDelta, Usage
 from octavo.frontend.http.sse import StreamStyle, named_event
-
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def error_body(reply: ErrorReply, request_id: str | None = None) -> dict[str, Any]:
-    """An error in this API's shape."""
-    kind = ERROR_TYPES.get(reply.status, "invalid_request_error" if reply.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": clip(reply.message, MAX_MESSAGE_CHARS)}, "request_id": request_id}
-
 
 STYLE = StreamStyle(failure=lambda error: named_event("error", error_body(describe(renamed(error, OUR_NAME)))), end=b"")
 

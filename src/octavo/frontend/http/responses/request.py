@@ -6,9 +6,20 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
-from octavo.frontend.http.schemas import Bool, ChatRequest, Float, Int, Int32, Ints, Objects, Schema, Strings
+from octavo.frontend.http.schemas import VERBOSITIES, Bool, ChatRequest, Float, Int, Int32, Ints, Objects, Schema, Strings
 
 MAX_METADATA = 16
+INCLUDABLE = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What OpenAI lets a request include. All but the first belong to items that do not exist here."""
 
 SAME_NAME = (
     "model",
@@ -141,6 +152,12 @@ def check_request(body: InputTokensRequest) -> None:
         return
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise InvalidRequest(f"max_output_tokens must be at least 1, got {body.max_output_tokens}.", param="max_output_tokens")
+    if (unknown := next((name for name in body.include or () if name not in INCLUDABLE), None)) is not None:
+        raise InvalidRequest(f"include: {short_repr(unknown)} is unknown; it may hold {', '.join(INCLUDABLE)}.", param="include")
+    if body.text and body.text.verbosity not in (None, *VERBOSITIES):
+        raise InvalidRequest(
+            f"text.verbosity must be one of {', '.join(VERBOSITIES)}, got {short_repr(body.text.verbosity)}.", param="text"
+        )
     if body.background and body.store is False:
         raise InvalidRequest("background needs store: the response is fetched from there.", param="background")
     if body.background and body.stream:

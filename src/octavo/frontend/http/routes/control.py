@@ -18,6 +18,22 @@ from octavo.protocol.params import SamplingParams
 
 router = APIRouter()
 
+_OURS = frozenset(
+    {
+        "output_kind",
+        "detokenize",
+        "bad_words_token_ids",
+        "constraint",
+        "extra_args",
+        "flat_logprobs",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "repetition_detection",
+        "skip_reading_prefix_cache",
+    }
+)
+"""Sampling parameters that no request names: between our own parts, or not done here."""
+
 
 @router.post("/v1/chat/completions/render", openapi_extra=body_schema(ChatRequest))
 async def render_chat(request: Request) -> Response:
@@ -39,7 +55,8 @@ async def render_completion(request: Request) -> Response:
 
 def _rendered(ctx: ServerContext, prompt: EncodedPrompt, params: SamplingParams) -> dict[str, Any]:
     limit = ctx.llm.ready_report.max_model_len
-    sampling = msgspec.to_builtins(params)
+    # By hand: the struct leaves out its defaults, and what is in effect is what a client asks for here.
+    sampling = {name: msgspec.to_builtins(getattr(params, name)) for name in params.__struct_fields__ if name not in _OURS}
     room = max(0, limit - len(prompt.token_ids))
     sampling["max_tokens"] = room if params.max_tokens is None else min(params.max_tokens, room)
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -15,8 +14,9 @@ from octavo.frontend.http.context import client_of, context_of, json_response, r
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import ClientGone, describe, is_expected, renamed
 from octavo.frontend.http.generation import answer
+from octavo.frontend.http.messages.errors import in_this_shape
 from octavo.frontend.http.messages.request import OUR_NAME, CountTokensRequest, MessagesRequest, chat_request
-from octavo.frontend.http.messages.writer import STYLE, MessageOptions, MessagesWriter, error_body
+from octavo.frontend.http.messages.writer import STYLE, MessageOptions, MessagesWriter
 from octavo.frontend.http.schemas import body_schema
 from octavo.frontend.http.tracking import RequestTracker
 
@@ -45,9 +45,7 @@ async def _in_our_shape(request: Request, handle: Callable[[Request], Awaitable[
     except Exception as error:
         if not is_expected(error):
             logger.exception("Request %s (%s) failed", request.state.request_id, request.url.path)
-        reply = describe(renamed(error, OUR_NAME))
-        body = msgspec.json.encode(error_body(reply, f"req_{request.state.request_id}"))
-        return Response(body, reply.status, reply.headers, media_type="application/json")
+        return in_this_shape(describe(renamed(error, OUR_NAME)), request.state.request_id)
 
 
 async def _create(request: Request) -> Response:

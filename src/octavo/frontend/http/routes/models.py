@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -37,13 +38,19 @@ def _card(ctx: ServerContext, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": ctx.llm.ready_report.max_model_len,
         "permission": [permission],
+        # What Anthropic's clients read
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(ctx.started, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     ctx = context_of(request)
-    return json_response({"object": "list", "data": [_card(ctx, name) for name in ctx.model_names]})
+    names = ctx.model_names
+    cards = [_card(ctx, name) for name in names]
+    return json_response({"object": "list", "data": cards, "first_id": names[0], "last_id": names[-1], "has_more": False})
 
 
 @router.get("/v1/models/{name:path}")
