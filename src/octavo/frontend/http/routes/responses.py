@@ -151,9 +151,10 @@ async def count_input_tokens(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
+    stored = _stored(request, response_id)
     if stream:
         raise NotYet("A kept response cannot be streamed; fetch it without stream.")
-    return json_response(_stored(request, response_id).response)
+    return json_response(stored.response)
 
 
 @router.delete("/v1/responses/{response_id}")
