@@ -183,6 +183,23 @@ def test_parsers_can_be_turned_off(checkpoint: Any) -> None:
         assert told(ask(server, THINKING)) == (THINKING, "", [], "stop")
 
 
+def test_tokens_of_the_reasoning_are_counted(checkpoint: Any) -> None:
+    """The same in streams and whole replies, of one choice or several, shown or not, and under the names of both APIs."""
+    with running_server(checkpoint, ServerSettings(reasoning_parser="qwen3")) as server:
+        server.script("", "<think>\nhello world\n</think>\n\nFine.")
+        counted = len(server.tokens("hello world"))
+        for fields, times in (({}, 1), ({"include_reasoning": False}, 1), ({"n": 2}, 2)):
+            whole = server.post(PATH, {"messages": HI, **fields}).json()["usage"]
+            assert whole["completion_tokens_details"] == {"reasoning_tokens": counted * times}
+            assert counted * times < whole["completion_tokens"]
+            events = server.events(PATH, {"messages": HI, **fields, "stream_options": {"include_usage": True}})
+            assert events[-1]["usage"]["completion_tokens_details"] == whole["completion_tokens_details"]
+        usage = server.post("/v1/responses", {"input": "x"}).json()["usage"]
+        assert usage["output_tokens_details"] == {"reasoning_tokens": counted}
+        server.script("", "Fine.")
+        assert server.post(PATH, {"messages": HI}).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) -> None:
     with running_server(checkpoint, ServerSettings(trust_request_chat_template=True)) as server:
         template = "{{ enable_thinking is defined and not enable_thinking }} {{ reasoning_effort }}"

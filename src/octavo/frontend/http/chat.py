@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from octavo.frontend.http.chat_choice import ChoiceStream, whole_message
 from octavo.frontend.http.generation import Generation, UsageCounter
+from octavo.frontend.http.limits import LARGE, off_loop
 from octavo.frontend.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from octavo.frontend.http.replies import (
     ChatChoice,
@@ -66,15 +67,18 @@ class ChatWriter:
         o = self._o
         choices: dict[int, ChatChoice] = {}
         scores: PromptLogprobs | None = None
+        reasonings: list[str] = []
         async for number, output in generation.results():
             self._usage.add(number, output)
             scores = prompt_logprobs(output.prompt_logprobs)
             for c in output.outputs:
-                message, finish = whole_message(c, o.plan, o.role, o.echo_text, include_reasoning=o.include_reasoning)
+                message, finish, reasoning = whole_message(c, o.plan, o.role, o.echo_text, include_reasoning=o.include_reasoning)
+                reasonings.append(reasoning)
                 choice = ChatChoice(c.index, message, self._logprobs(c), finish, c.stop_reason)
                 if o.return_token_ids:
                     choice.token_ids = list(c.token_ids)
                 choices[c.index] = choice
+        await self._count_reasoning(reasonings)
         return ChatCompletion(
             o.id,
             o.created,
@@ -116,8 +120,21 @@ class ChatWriter:
                 if left == 0 and not o.include_usage:
                     chunk.system_fingerprint = o.fingerprint
                 yield chunk
+        await self._count_reasoning([stream.reasoning for stream in self._streams])
         if o.include_usage:
             yield ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint)
+
+    async def _count_reasoning(self, texts: list[str]) -> None:
+        """Count its tokens by its text, which is the same for streams and whole replies and for every way of marking it. The markers
+        around it are not counted."""
+        tokenizer = self._o.names.tokenizer
+        if self._o.plan.form.reasoning is None or tokenizer is None:
+            return
+
+        def count() -> int:
+            return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
+
+        self._usage.reasoning_tokens = await off_loop(sum(map(len, texts)) > LARGE, count)
 
     def _opening(self) -> list[ChatChunk]:
         o = self._o
