@@ -321,3 +321,52 @@ def test_wishes_that_would_have_to_be_dropped_are_refused(server: RunningServer,
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
     assert "combined" in reply.json()["error"]["message"]
+
+
+def test_functions_are_tools_in_an_older_form(server: RunningServer) -> None:
+    """Shown to the model and read like tools; answered as who sends them expects."""
+    older = {"messages": HI, "functions": [WEATHER["function"], NOW["function"]]}
+    server.script("", CALL)
+    choice = server.post(PATH, older).json()["choices"][0]
+    shown = server.fake.seen[-1].prompt_token_ids
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert "tool_calls" not in choice["message"]
+    server.post(PATH, {"messages": HI, "tools": [WEATHER, NOW]})
+    assert server.fake.seen[-1].prompt_token_ids == shown
+
+    events = [e["choices"][0] for e in server.events(PATH, older)]
+    deltas = [e["delta"]["function_call"] for e in events if "function_call" in e["delta"]]
+    assert [d["name"] for d in deltas if "name" in d] == ["weather"]
+    assert "".join(d.get("arguments", "") for d in deltas) == '{"city": "Paris"}'
+    assert not any("tool_calls" in e["delta"] for e in events)
+    assert events[-1]["finish_reason"] == "function_call"
+
+    named = server.post(PATH, {**older, "function_call": {"name": "weather"}}).json()["choices"][0]
+    assert named["message"]["function_call"]["name"] == "weather"
+    assert named["finish_reason"] == "stop"
+    off = server.post(PATH, {**older, "function_call": "none"}).json()["choices"][0]
+    assert "function_call" not in off["message"]
+    server.script("", CALL + CALL)
+    assert server.post(PATH, older).json()["choices"][0]["message"]["function_call"]["name"] == "weather"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"functions": [NOW["function"]], "tools": [NOW]}, "functions", "cannot be combined with tools"),
+        ({"functions": [NOW["function"]], "tool_choice": "auto"}, "functions", "cannot be combined with tool_choice"),
+        ({"function_call": "auto"}, "function_call", "needs functions"),
+        ({"function_call": "required", "functions": [NOW["function"]]}, "function_call", "must be none, auto"),
+        ({"function_call": {"nome": "now"}, "functions": [NOW["function"]]}, "function_call", "must be none, auto"),
+        ({"function_call": {"name": "later"}, "functions": [NOW["function"]]}, "function_call", "not among functions"),
+        ({"functions": []}, "functions", "empty"),
+        ({"functions": [{"name": "a b"}]}, "functions", "functions[0].name"),
+        ({"functions": [{"name": "a", "parameters": {"type": 5}}]}, "functions", "functions[0].parameters"),
+    ],
+)
+def test_errors_about_functions_are_told_in_their_words(server: RunningServer, body: dict[str, Any], param: str, said: str) -> None:
+    reply = server.post(PATH, {"messages": HI, **body})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert said in reply.json()["error"]["message"]

@@ -11,6 +11,7 @@ from octavo.frontend.http.chat_choice import ChoiceStream, whole_message
 from octavo.frontend.http.generation import Generation, UsageCounter
 from octavo.frontend.http.limits import LARGE, off_loop
 from octavo.frontend.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from octavo.frontend.http.older_tools import older_delta, older_finish, older_message
 from octavo.frontend.http.replies import (
     ChatChoice,
     ChatChunk,
@@ -52,6 +53,8 @@ class ChatOptions:
     usage_details: bool
     plan: ReplyPlan
     include_reasoning: bool
+    older_calls: bool = False
+    """Calls are told as `function_call`, as clients that send `functions` expect."""
 
 
 class ChatWriter:
@@ -74,6 +77,9 @@ class ChatWriter:
             for c in output.outputs:
                 message, finish, reasoning = whole_message(c, o.plan, o.role, o.echo_text, include_reasoning=o.include_reasoning)
                 reasonings.append(reasoning)
+                if o.older_calls:
+                    older_message(message)
+                    finish = older_finish(finish)
                 choice = ChatChoice(c.index, message, self._logprobs(c), finish, c.stop_reason)
                 if o.return_token_ids:
                     choice.token_ids = list(c.token_ids)
@@ -157,6 +163,10 @@ class ChatWriter:
             if not (c.token_ids or c.text or c.finish_reason is not None):
                 continue
             delta, finish = self._streams[c.index].delta(c)
+            if self._o.older_calls:
+                finish = older_finish(finish)
+                if delta is not None:
+                    older_delta(delta)
             choice = ChatChunkChoice(c.index, delta or Delta(), self._logprobs(c), finish)
             if c.finish_reason is not None:
                 choice.stop_reason = c.stop_reason

@@ -119,6 +119,8 @@ class Message(msgspec.Struct):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+    """The call, for a client that gave `functions`."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -162,6 +164,7 @@ class Delta(msgspec.Struct):
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
