@@ -36,7 +36,7 @@ class UnsupportedModel(OctavoError):
 
 
 class NotYet(OctavoError):
-    """Something documented elsewhere that Octavo does not do yet (HTTP 501)."""
+    """Something documented elsewhere that Octavo does not do yet (HTTP 400, with the type NotImplementedError)."""
 
 
 class Overloaded(OctavoError):

@@ -389,3 +389,11 @@ def test_the_default_folder_is_left_when_it_cannot_be_used(tmp_path: Path, monke
         assert free.state_dir is None
     with claim_folder(tmp_path / "mine"), pytest.raises(ConfigError), state_folder(ServerSettings(state_dir=str(tmp_path / "mine"))):
         pass
+
+
+def test_what_is_no_text_fails_its_line_only(server: RunningServer) -> None:
+    batch = finished(server, create(server, "\n".join([line("bad\ud800"), line("good"), line("prompt", prompt="\udc00")])))
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+    assert list(rows(server, batch["output_file_id"])) == ["good"]
+    assert set(rows(server, batch["error_file_id"])) == {"line-1", "prompt"}

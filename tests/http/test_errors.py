@@ -402,3 +402,33 @@ def test_error_classes_without_a_message_still_say_something() -> None:
 
     assert describe(EngineDead()).message
     assert describe(InvalidRequest("bad \ud800 text")).body()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "word"),
+    [
+        ("POST", "/v1/completions", {"prompt": "x", "prompt_embeds": "AA=="}, "prompt_embeds"),
+        ("POST", "/v1/completions/render", {"prompt": "x", "prompt_embeds": "AA=="}, "prompt_embeds"),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "repetition_detection": {}},
+            "repetition_detection",
+        ),
+        ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": {}}, "kv_transfer_params"),
+        ("POST", "/v1/responses", {"input": "x", "prompt": {"id": "y"}}, "prompt"),
+        ("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "y"}]}, "item_reference"),
+    ],
+)
+def test_a_field_that_is_not_done_yet_is_no_fault_of_the_server(
+    server: RunningServer, method: str, path: str, body: dict[str, Any], word: str
+) -> None:
+    error = error_of(server.http.request(method, path, json=body), 400)
+    assert (error["type"], error["code"]) == ("NotImplementedError", 400)
+    assert word in error["message"]
+
+
+def test_a_kept_response_cannot_be_streamed(server: RunningServer) -> None:
+    kept = server.post("/v1/responses", {"input": "x"}).json()["id"]
+    assert error_of(server.http.get(f"/v1/responses/{kept}?stream=true"), 400)["type"] == "NotImplementedError"
+    assert error_of(server.http.get("/v1/responses/resp_none?stream=true"), 404)["param"] == "response_id"

@@ -95,6 +95,22 @@ def test_prompts_are_logged_only_when_asked(checkpoint: Path, caplog: pytest.Log
     assert caplog.text.count("odd_field") == 1
 
 
+def test_an_unknown_field_is_told_once_by_name(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="octavo")  # what a server shows unless it is asked for less
+    with running_server(checkpoint) as server:
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            for _ in range(2):
+                server.post(path, {**body, "odd_field": 1, f"odd{len(path)}": "a secret"})
+    told = [r.getMessage() for r in caplog.records if "Unknown request fields" in r.getMessage()]
+    assert len(told) == 2
+    assert "odd_field" in told[0]
+    assert "odd_field" not in told[1]
+    assert "a secret" not in caplog.text
+
+
 def test_a_refused_request_says_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="octavo.request")
     with running_server(checkpoint) as server:

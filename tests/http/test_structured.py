@@ -131,11 +131,12 @@ def test_a_server_without_the_engine_says_what_to_install(server: RunningServer,
     real = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", missing)
     reply = server.post(CHAT, {**HI, "structured_outputs": {"choice": ["never asked before"]}})
-    assert reply.status_code == 501
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "NotImplementedError"
     assert "octavo[structured]" in reply.json()["error"]["message"]
     tool = {"type": "function", "function": {"name": "asked_nowhere_else"}}
     assert server.post(CHAT, {**HI, "tools": [tool]}).status_code == 200
-    assert server.post(CHAT, {**HI, "tools": [tool], "tool_choice": "required"}).status_code == 501
+    assert server.post(CHAT, {**HI, "tools": [tool], "tool_choice": "required"}).status_code == 400
 
 
 def test_the_vocabulary_is_what_the_tokens_stand_for(server: RunningServer) -> None:

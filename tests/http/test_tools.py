@@ -183,6 +183,23 @@ def test_parsers_can_be_turned_off(checkpoint: Any) -> None:
         assert told(ask(server, THINKING)) == (THINKING, "", [], "stop")
 
 
+def test_tokens_of_the_reasoning_are_counted(checkpoint: Any) -> None:
+    """The same in streams and whole replies, of one choice or several, shown or not, and under the names of both APIs."""
+    with running_server(checkpoint, ServerSettings(reasoning_parser="qwen3")) as server:
+        server.script("", "<think>\nhello world\n</think>\n\nFine.")
+        counted = len(server.tokens("hello world"))
+        for fields, times in (({}, 1), ({"include_reasoning": False}, 1), ({"n": 2}, 2)):
+            whole = server.post(PATH, {"messages": HI, **fields}).json()["usage"]
+            assert whole["completion_tokens_details"] == {"reasoning_tokens": counted * times}
+            assert counted * times < whole["completion_tokens"]
+            events = server.events(PATH, {"messages": HI, **fields, "stream_options": {"include_usage": True}})
+            assert events[-1]["usage"]["completion_tokens_details"] == whole["completion_tokens_details"]
+        usage = server.post("/v1/responses", {"input": "x"}).json()["usage"]
+        assert usage["output_tokens_details"] == {"reasoning_tokens": counted}
+        server.script("", "Fine.")
+        assert server.post(PATH, {"messages": HI}).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_no_reasoning_effort_turns_thinking_off_in_templates(checkpoint: Any) -> None:
     with running_server(checkpoint, ServerSettings(trust_request_chat_template=True)) as server:
         template = "{{ enable_thinking is defined and not enable_thinking }} {{ reasoning_effort }}"
@@ -304,3 +321,52 @@ def test_wishes_that_would_have_to_be_dropped_are_refused(server: RunningServer,
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
     assert "combined" in reply.json()["error"]["message"]
+
+
+def test_functions_are_tools_in_an_older_form(server: RunningServer) -> None:
+    """Shown to the model and read like tools; answered as who sends them expects."""
+    older = {"messages": HI, "functions": [WEATHER["function"], NOW["function"]]}
+    server.script("", CALL)
+    choice = server.post(PATH, older).json()["choices"][0]
+    shown = server.fake.seen[-1].prompt_token_ids
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert "tool_calls" not in choice["message"]
+    server.post(PATH, {"messages": HI, "tools": [WEATHER, NOW]})
+    assert server.fake.seen[-1].prompt_token_ids == shown
+
+    events = [e["choices"][0] for e in server.events(PATH, older)]
+    deltas = [e["delta"]["function_call"] for e in events if "function_call" in e["delta"]]
+    assert [d["name"] for d in deltas if "name" in d] == ["weather"]
+    assert "".join(d.get("arguments", "") for d in deltas) == '{"city": "Paris"}'
+    assert not any("tool_calls" in e["delta"] for e in events)
+    assert events[-1]["finish_reason"] == "function_call"
+
+    named = server.post(PATH, {**older, "function_call": {"name": "weather"}}).json()["choices"][0]
+    assert named["message"]["function_call"]["name"] == "weather"
+    assert named["finish_reason"] == "stop"
+    off = server.post(PATH, {**older, "function_call": "none"}).json()["choices"][0]
+    assert "function_call" not in off["message"]
+    server.script("", CALL + CALL)
+    assert server.post(PATH, older).json()["choices"][0]["message"]["function_call"]["name"] == "weather"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"functions": [NOW["function"]], "tools": [NOW]}, "functions", "cannot be combined with tools"),
+        ({"functions": [NOW["function"]], "tool_choice": "auto"}, "functions", "cannot be combined with tool_choice"),
+        ({"function_call": "auto"}, "function_call", "needs functions"),
+        ({"function_call": "required", "functions": [NOW["function"]]}, "function_call", "must be none, auto"),
+        ({"function_call": {"nome": "now"}, "functions": [NOW["function"]]}, "function_call", "must be none, auto"),
+        ({"function_call": {"name": "later"}, "functions": [NOW["function"]]}, "function_call", "not among functions"),
+        ({"functions": []}, "functions", "empty"),
+        ({"functions": [{"name": "a b"}]}, "functions", "functions[0].name"),
+        ({"functions": [{"name": "a", "parameters": {"type": 5}}]}, "functions", "functions[0].parameters"),
+    ],
+)
+def test_errors_about_functions_are_told_in_their_words(server: RunningServer, body: dict[str, Any], param: str, said: str) -> None:
+    reply = server.post(PATH, {"messages": HI, **body})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert said in reply.json()["error"]["message"]

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from octavo.cli.files import check_output
+from octavo.cli.files import check_output, claim_output
 from octavo.cli.flags import add_engine_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.cli.progress import JobProgress, LoadingProgress
 from octavo.cli.sampling import add_sampling_flags, sampling_options
 from octavo.errors import ConfigError, InvalidRequest, OctavoError
+from octavo.frontend.http.batches.lines import encode_reply
 
 _INPUT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
@@ -103,7 +104,8 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"{source}: there is no prompt in it.")
     if target != "-":
         check_output(Path(target), Path(source))
-    failed = asyncio.run(_generate(args, prompts, defaults, getattr(options, "concurrency", 256), target))
+    with nullcontext() if target == "-" else claim_output(Path(target)):
+        failed = asyncio.run(_generate(args, prompts, defaults, getattr(options, "concurrency", 256), target))
     return int(failed == len(prompts))
 
 
@@ -140,7 +142,7 @@ async def _generate(args: Any, prompts: list[PromptLine], defaults: dict[str, An
                 failed += "error" in result
                 tokens = sum(len(o["token_ids"]) for o in result.get("outputs", ()))
                 progress.advance(tokens=tokens, failed="error" in result)
-                out.write(json.dumps(result, ensure_ascii=False) + "\n")
+                out.write(encode_reply(result))
                 out.flush()
     return failed
 

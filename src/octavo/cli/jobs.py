@@ -28,8 +28,10 @@ async def run_jobs(jobs: Iterable[J], work: Callable[[J], Awaitable[R]], concurr
                 else:
                     running.add(asyncio.ensure_future(work(job)))
             if running:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
+                    # One by one: when a result is an error, the others are still there to be looked after.
+                    running.discard(task)
                     yield task.result()
     finally:
         for task in running:

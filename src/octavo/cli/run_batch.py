@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.files import check_output
+from octavo.cli.files import check_output, claim_output
 from octavo.cli.flags import add_engine_settings, add_settings, engine_args, positive_int
 from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser, Namespace, UsageError
@@ -61,13 +61,12 @@ def run(options: Namespace) -> int:
     lines = read_batch(Path(options.input))
     output = Path(options.output)
     check_output(output, Path(options.input))
-    done = finished_ids(output)
-    todo = [line for line in lines if line.custom_id not in done]
-    if len(todo) < len(lines):
-        print(f"{output}: {len(lines) - len(todo)} of {len(lines)} requests are done already.", flush=True)
-    if not todo:
-        return 0
-    return asyncio.run(_run(options, settings, todo, output))
+    with claim_output(output):
+        done = finished_ids(output)
+        todo = [line for line in lines if line.custom_id not in done]
+        if len(todo) < len(lines):
+            print(f"{output}: {len(lines) - len(todo)} of {len(lines)} requests are done already.", flush=True)
+        return asyncio.run(_run(options, settings, todo, output)) if todo else 0
 
 
 def read_batch(path: Path) -> list[BatchLine]:

@@ -258,6 +258,8 @@ class AsyncLLM:
         self._check_unused(request_id)
         prompt = await self._tokenize_long(prompt, sampling_params, add_special_tokens, truncate_prompt_tokens)
         await self._prepare_constraint(sampling_params)
+        if sampling_params.bad_words and self._tokenizer is not None:
+            await asyncio.to_thread(self._processor.bad_words, sampling_params.bad_words)
         prepared = self._processor.prepare(
             prompt,
             sampling_params,

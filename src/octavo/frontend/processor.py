@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MAX_CACHE_SALT = 1024
 MAX_REQUEST_ID = 1024
 MAX_INT64 = 2**63
+MAX_WORD_LISTS = 32
+"""Lists of bad words whose tokens are remembered."""
 
 _GENERATION_KEYS = {
     "temperature": "temperature",
@@ -56,7 +58,7 @@ class Prepared:
 
 
 class InputProcessor:
-    """See the module. Holds no state but the counter of engine ids and the source of seeds.
+    """See the module. Holds no state but the counter of engine ids, the source of seeds, and what it remembers of bad words.
 
     Args:
         tokenizer: None with skip_tokenizer_init: then prompts are token ids and there is no text.
@@ -71,6 +73,7 @@ class InputProcessor:
         can_end = bool(self._model.eos_token_ids) or (tokenizer is not None and tokenizer.eos_token_id is not None)
         self.grammars = GrammarDoor(self.vocabulary if tokenizer is not None and can_end else None)
         self._vocabulary: Vocabulary | None = None
+        self._bad_words: dict[tuple[str, ...], list[list[int]]] = {}
         self._serial = itertools.count()
         self._seeds = random.Random(config.model.seed)
 
@@ -163,6 +166,9 @@ class InputProcessor:
         self._check_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         self._check_ids("logprob_token_ids", sampling.logprob_token_ids)
+        if sampling.logprob_token_ids is not None:
+            sampling.logprob_token_ids = list(dict.fromkeys(sampling.logprob_token_ids))
+            self._check_logprob_ids(sampling.logprob_token_ids)
         self._check_ids("logit_bias", sampling.logit_bias)
         if self._tokenizer is None:
             if sampling.stop:
@@ -171,7 +177,7 @@ class InputProcessor:
                 raise InvalidRequest("bad_words needs a tokenizer, and this engine runs with skip_tokenizer_init.", param="bad_words")
             sampling.detokenize = False
         elif sampling.bad_words:
-            sampling.bad_words_token_ids = self._bad_words(self._tokenizer, sampling.bad_words)
+            sampling.bad_words_token_ids = self.bad_words(sampling.bad_words)
         self._check_something_is_allowed(sampling)
         return sampling
 
@@ -228,6 +234,16 @@ class InputProcessor:
                 param=name,
             )
 
+    def _check_logprob_ids(self, ids: list[int]) -> None:
+        """The same limit as for the most likely ones: each is worked out, sent and written for every token."""
+        limit = self._model.max_logprobs
+        if limit != -1 and len(ids) > limit:
+            raise InvalidRequest(
+                f"logprob_token_ids has {len(ids)} tokens, more than this server gives ({limit}). "
+                "Ask for fewer, or start it with a higher --max-logprobs.",
+                param="logprob_token_ids",
+            )
+
     def _check_ids(self, name: str, ids: Iterable[int] | None) -> None:
         vocab_size = self._model.vocab_size
         for token_id in ids or ():
@@ -236,16 +252,23 @@ class InputProcessor:
                     f"{name} holds {token_id}, which is not a token of this model: ids go from 0 to {vocab_size - 1}.", param=name
                 )
 
-    @staticmethod
-    def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-        """Token sequences of each word as the text's first word, and after a space."""
-        sequences: list[list[int]] = []
+    def bad_words(self, words: list[str]) -> list[list[int]]:
+        """Token sequences of each word as the text's first word, and after a space. May run on any thread; the last ones are
+        remembered, so that a list is tokenized once for all prompts of a request."""
+        key = tuple(words)
+        if (known := self._bad_words.get(key)) is not None:
+            return known
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip() or word, " " + word.lstrip()):
-                ids = tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in sequences:
-                    sequences.append(ids)
-        return sequences
+                sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        result = [list(ids) for ids in sequences if ids]
+        if len(self._bad_words) >= MAX_WORD_LISTS:
+            self._bad_words.clear()
+        self._bad_words[key] = result
+        return result
 
     def token_ids(self, parsed: ParsedPrompt, add_special_tokens: bool) -> list[int]:
         """A prompt as ids of the vocabulary.

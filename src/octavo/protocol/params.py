@@ -26,6 +26,12 @@ MAX_INT32 = 2**31 - 1
 """A larger top_k or stream_interval means the same, and messages and samplers hold 64 bits at most."""
 MAX_N = 16384
 """Most sequences of one prompt: each costs memory before anything can refuse it."""
+MAX_TEXTS = 1024
+"""Most entries of bad_words, and of stop: each is looked for at every token."""
+MAX_TEXTS_CHARS = 65_536
+"""Most characters of all of them together: bad words are tokenized before a request is let in."""
+MAX_TOKEN_IDS = 2**20
+"""Most entries of a list of token ids: more than any vocabulary has."""
 MAX_LENGTH_PENALTY = 20.0
 """length**penalty is a finite number for every length with exponents up to this."""
 
@@ -103,12 +109,18 @@ def _strings(name: str, value: Any) -> list[str]:
     for text in value:
         if not isinstance(text, str) or not text:
             raise InvalidRequest(f"{name} must hold non-empty strings, got {text!r}.", param=name)
+    if len(value) > MAX_TEXTS:
+        raise InvalidRequest(f"{name} has {len(value)} entries; at most {MAX_TEXTS} are allowed.", param=name)
+    if (chars := sum(map(len, value))) > MAX_TEXTS_CHARS:
+        raise InvalidRequest(f"{name} has {chars} characters in all; at most {MAX_TEXTS_CHARS} are allowed.", param=name)
     return list(value)
 
 
 def _token_ids(name: str, value: Any) -> list[int]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequest(f"{name} must be a list of token ids, got {type(value).__name__}.", param=name)
+    if len(value) > MAX_TOKEN_IDS:
+        raise InvalidRequest(f"{name} has {len(value)} entries; at most {MAX_TOKEN_IDS} are allowed.", param=name)
     return [_integer(name, v) for v in value]
 
 

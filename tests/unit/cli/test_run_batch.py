@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
+from octavo.cli.files import claim_output
+from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser
 from octavo.cli.run_batch import BatchLine, configure, finished_ids, read_batch, reading, reply_to
 from octavo.errors import ConfigError
+from octavo.frontend.http.batches.lines import batch_lines
 from tests.support.openai_stub import StubServer
 from tests.unit.cli.conftest import ANSWER
 
@@ -146,3 +150,58 @@ def test_how_replies_are_read_can_be_set(capsys: pytest.CaptureFixture[str]) -> 
     assert reading(parser.parse_args(["-i", "a", "-o", "b", "--api-key", "k"])).api_key is None
     assert main(["run-batch", "-i", "a", "-o", "b", "--tool-call-parser", "telepathy"]) != 0
     assert "telepathy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run-batch", "generate"])
+def test_two_commands_do_not_write_the_same_output(
+    tmp_path: Path, command: str, engine_flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("r") if command == "run-batch" else '"hi"')
+    with claim_output(target):
+        assert main([command, "-i", str(source), "-o", str(target), *engine_flags]) != 0
+        assert "Another octavo command is writing" in capsys.readouterr().err
+        assert target.read_bytes() == b""
+    assert not target.exists(), "nothing was written"
+    assert main([command, "-i", str(source), "-o", str(target), *engine_flags]) == 0
+    assert len(target.read_text().splitlines()) == 1
+
+
+def test_outputs_that_are_no_files_are_anybodys() -> None:
+    with claim_output(Path("/dev/null")), claim_output(Path("/dev/null")):
+        pass
+
+
+def test_what_is_no_text_fails_its_line_only(tmp_path: Path) -> None:
+    """Half of a surrogate pair can be anywhere in JSON: in what is asked, and in what a server answers."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [line("a\ud800"), line("good"), line("echo", prompt="\udfff"), line("url", url="/\ud800"), line("last")]
+    source.write_text("\n".join(rows))
+    with StubServer(lambda path, body: (200, {"echo": body["prompt"]})) as server:
+        assert main(["run-batch", "-i", str(source), "-o", str(target), "--url", server.url]) == 0
+        got = replies(target)
+        assert len(server.bodies) == 3
+        assert main(["run-batch", "-i", str(source), "-o", str(target), "--url", server.url]) == 0
+        assert len(server.bodies) == 3, "all are done"
+    assert "half of a surrogate pair" in got["line-1"]["error"]["message"]
+    assert got["echo"]["response"]["body"] == {"echo": "\udfff"}
+    assert "url must be one of" in got["url"]["error"]["message"]
+    assert got["good"]["error"] is got["last"]["error"] is None
+    assert len(got) == 5
+
+
+def test_a_response_in_the_background_is_refused() -> None:
+    parsed = list(batch_lines([line("a", "/v1/responses", input="x", background=True), line("b", "/v1/responses", input="x")]))
+    assert "background has no meaning" in parsed[0].error
+    assert not parsed[1].error
+
+
+async def test_of_many_failures_only_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(_job: int) -> int:
+        raise ConfigError("no server")
+
+    with pytest.raises(ConfigError):
+        async for _ in run_jobs(range(50), work, 20):
+            pass
+    gc.collect()
+    assert not caplog.records, "exceptions that nobody looked at are logged when their task goes"

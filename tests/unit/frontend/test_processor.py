@@ -234,6 +234,20 @@ def test_parameters_that_leave_no_token_are_refused(door: InputProcessor, tokeni
     door.prepare("hi", SamplingParams(allowed_token_ids=[eos]), "r")
 
 
+def test_named_tokens_are_limited_like_the_most_likely_ones(door: InputProcessor, tokenizer: Tokenizer) -> None:
+    error = refused(door, params=SamplingParams(logprob_token_ids=list(range(21))))
+    assert error.param == "logprob_token_ids"
+    assert "21" in str(error)
+    assert "20" in str(error)
+    repeated = SamplingParams(logprob_token_ids=[5, 6] * 100)
+    assert door.prepare("hi", repeated, "r").request.sampling.logprob_token_ids == [5, 6]
+    unlimited = InputProcessor(tiny_config(max_logprobs=-1), tokenizer)
+    assert (
+        len(unlimited.prepare("hi", SamplingParams(logprob_token_ids=list(range(900))), "r").request.sampling.logprob_token_ids or [])
+        == 900
+    )
+
+
 def test_no_limit_on_logprobs(tokenizer: Tokenizer) -> None:
     door = InputProcessor(tiny_config(max_logprobs=-1), tokenizer)
     assert door.prepare("hi", SamplingParams(logprobs=-1, prompt_logprobs=999), "r").request.sampling.logprobs == -1
@@ -264,6 +278,15 @@ def test_adapters_are_not_yet(door: InputProcessor) -> None:
 
 def test_what_is_no_sampling_params_is_refused(door: InputProcessor) -> None:
     assert refused(door, params={"n": 1}).param == "sampling_params"  # type: ignore[arg-type]
+
+
+def test_bad_words_are_tokenized_once_for_all_prompts(door: InputProcessor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"w{i}" for i in range(1024)]
+    first = door.prepare([1], SamplingParams(bad_words=words), "r").request.sampling.bad_words_token_ids
+    assert first is not None
+    assert len(first) == len({tuple(ids) for ids in first}), "each sequence once"
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_args, **_options: pytest.fail("tokenized again"))
+    assert door.prepare([1], SamplingParams(bad_words=words), "r").request.sampling.bad_words_token_ids == first
 
 
 def test_bad_words_become_tokens_with_and_without_a_space(door: InputProcessor, tokenizer: Tokenizer) -> None:

@@ -103,3 +103,21 @@ def test_objects_become_plain_data() -> None:
     assert role == "user"
     assert type(role) is str
     assert plain_data({1: (True, None, 1.5)}, "x") == {"1": [True, None, 1.5]}
+
+
+def test_calls_in_the_older_form_become_tool_calls() -> None:
+    user, call, result = normalize(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+            {"role": "function", "name": "f", "content": "2"},
+        ]
+    )
+    assert user == {"role": "user", "content": "hi"}
+    assert "function_call" not in call
+    assert [c["function"] for c in call["tool_calls"]] == [{"name": "f", "arguments": {"a": 1}}]
+    assert (result["role"], result["tool_call_id"], result["name"]) == ("tool", call["tool_calls"][0]["id"], "f")
+    assert normalize([{"role": "function", "name": "f", "content": "2"}])[0]["role"] == "function", "no call that it could answer"
+    for wrong in ("f", {"arguments": "{}"}):
+        with pytest.raises(InvalidRequest, match=r"messages\[0\].function_call"):
+            normalize([{"role": "assistant", "function_call": wrong}])

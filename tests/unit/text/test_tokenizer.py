@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import InvalidRequest
+from octavo.frontend.text import backend
 from octavo.frontend.text.tokenizer import Tokenizer
 from tests.unit.text import small_tokenizers
 
@@ -123,3 +125,26 @@ def test_many_threads_get_the_same_ids() -> None:
         ids = list(pool.map(tokenizer.encode, texts))
         assert list(pool.map(tokenizer.decode, ids)) == texts
     assert ids == [PLAIN.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, WITH_BOS, FALLBACK])
+@pytest.mark.parametrize("piece", ["hello world ", "é😀\n", "<s>x", "\ud800y"])
+def test_a_long_text_is_encoded_like_a_short_one(tokenizer: Tokenizer, piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts go another way through the library."""
+    text = piece * (backend.LONG_TEXT // len(piece) + 1)
+    long = tokenizer.encode(text)
+    monkeypatch.setattr(backend, "LONG_TEXT", len(text) + 1)
+    assert long == tokenizer.encode(text)
+
+
+def test_others_can_work_while_a_long_text_is_encoded() -> None:
+    gaps: list[float] = []
+    with ThreadPoolExecutor() as pool:
+        encoding = pool.submit(PLAIN.encode, "hello world " * 300_000)
+        begun = last = time.monotonic()
+        while not encoding.done():
+            time.sleep(0.001)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+    assert max(gaps) < (last - begun) / 2

@@ -1,7 +1,7 @@
 """Reads a request's JSON body: bounded, strict, and without surprises later.
 
-Refused here, so that nothing behind it has to think of them: bodies over the limit, anything that is not UTF-8 JSON with an
-object on top, NaN and Infinity, numbers out of range, keys given twice, lone surrogates, and nesting deep enough to exhaust
+Refused here, so that nothing behind it has to think of them: bodies over the limit, or with more objects or fields than any request
+needs, anything that is not UTF-8 JSON with an object on top, NaN and Infinity, numbers out of range, keys given twice, lone surrogates, and nesting deep enough to exhaust
 a recursive reader.
 """
 
@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from octavo.config.sizes import format_bytes
 from octavo.frontend.http.errors import BadBody, ClientGone, short_repr
+from octavo.frontend.http.limits import LARGE, MAX_FIELDS, MAX_OBJECTS, off_loop
 
 MAX_DEPTH = 100
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -35,7 +36,8 @@ async def read_request(request: Request, schema: type[M], max_bytes: int) -> M:
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise BadBody(f"Content-Type is {short_repr(content_type)}; send JSON with the header Content-Type: application/json.")
-    return schema.model_validate(parse_json(await read_body(request, max_bytes)))
+    raw = await read_body(request, max_bytes)
+    return await off_loop(len(raw) > LARGE, lambda: schema.model_validate(parse_json(raw)))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -67,8 +69,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise BadBody(f"The body is not valid UTF-8 (byte {e.start}).") from None
     if not text.strip():
         raise BadBody("The body is empty; send a JSON object.")
+    if body.count(b'":') - body.count(b'\\":') > MAX_FIELDS:
+        # A quote inside a text has a backslash before it, so these are ends of keys. One huge object would be built in one go,
+        # with every other thread waiting for it.
+        raise _too_many_fields()
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+        value = json.loads(text, object_pairs_hook=_Objects(), parse_constant=_constant, parse_float=_float)
     except json.JSONDecodeError as e:
         raise BadBody(f"The body is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}.") from None
     except RecursionError:
@@ -83,13 +89,30 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise BadBody(f"The key {short_repr(twice)} is given twice.", param=twice[:100])
-    return result
+def _too_many_fields() -> BadBody:
+    return BadBody(f"The objects of the body have more than {MAX_FIELDS} fields, the most that a request may have.")
+
+
+class _Objects:
+    """Makes the objects of one body, and counts them."""
+
+    def __init__(self) -> None:
+        self._objects = 0
+        self._fields = 0
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._objects += 1
+        self._fields += len(pairs)
+        if self._objects > MAX_OBJECTS:
+            raise BadBody(f"The body holds more than {MAX_OBJECTS} objects, the most that a request may have.")
+        if self._fields > MAX_FIELDS:
+            raise _too_many_fields()
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+            raise BadBody(f"The key {short_repr(twice)} is given twice.", param=twice[:100])
+        return result
 
 
 def _constant(name: str) -> float:

@@ -9,7 +9,9 @@ from msgspec import UNSET
 
 from octavo.frontend.http.chat_choice import ChoiceStream, whole_message
 from octavo.frontend.http.generation import Generation, UsageCounter
+from octavo.frontend.http.limits import LARGE, off_loop
 from octavo.frontend.http.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from octavo.frontend.http.older_tools import older_delta, older_finish, older_message
 from octavo.frontend.http.replies import (
     ChatChoice,
     ChatChunk,
@@ -51,6 +53,8 @@ class ChatOptions:
     usage_details: bool
     plan: ReplyPlan
     include_reasoning: bool
+    older_calls: bool = False
+    """Calls are told as `function_call`, as clients that send `functions` expect."""
 
 
 class ChatWriter:
@@ -66,15 +70,21 @@ class ChatWriter:
         o = self._o
         choices: dict[int, ChatChoice] = {}
         scores: PromptLogprobs | None = None
+        reasonings: list[str] = []
         async for number, output in generation.results():
             self._usage.add(number, output)
             scores = prompt_logprobs(output.prompt_logprobs)
             for c in output.outputs:
-                message, finish = whole_message(c, o.plan, o.role, o.echo_text, include_reasoning=o.include_reasoning)
+                message, finish, reasoning = whole_message(c, o.plan, o.role, o.echo_text, include_reasoning=o.include_reasoning)
+                reasonings.append(reasoning)
+                if o.older_calls:
+                    older_message(message)
+                    finish = older_finish(finish)
                 choice = ChatChoice(c.index, message, self._logprobs(c), finish, c.stop_reason)
                 if o.return_token_ids:
                     choice.token_ids = list(c.token_ids)
                 choices[c.index] = choice
+        await self._count_reasoning(reasonings)
         return ChatCompletion(
             o.id,
             o.created,
@@ -116,8 +126,21 @@ class ChatWriter:
                 if left == 0 and not o.include_usage:
                     chunk.system_fingerprint = o.fingerprint
                 yield chunk
+        await self._count_reasoning([stream.reasoning for stream in self._streams])
         if o.include_usage:
             yield ChatChunk(o.id, o.created, o.model, [], usage=self._usage.usage(), system_fingerprint=o.fingerprint)
+
+    async def _count_reasoning(self, texts: list[str]) -> None:
+        """Count its tokens by its text, which is the same for streams and whole replies and for every way of marking it. The markers
+        around it are not counted."""
+        tokenizer = self._o.names.tokenizer
+        if self._o.plan.form.reasoning is None or tokenizer is None:
+            return
+
+        def count() -> int:
+            return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
+
+        self._usage.reasoning_tokens = await off_loop(sum(map(len, texts)) > LARGE, count)
 
     def _opening(self) -> list[ChatChunk]:
         o = self._o
@@ -140,6 +163,10 @@ class ChatWriter:
             if not (c.token_ids or c.text or c.finish_reason is not None):
                 continue
             delta, finish = self._streams[c.index].delta(c)
+            if self._o.older_calls:
+                finish = older_finish(finish)
+                if delta is not None:
+                    older_delta(delta)
             choice = ChatChunkChoice(c.index, delta or Delta(), self._logprobs(c), finish)
             if c.finish_reason is not None:
                 choice.stop_reason = c.stop_reason

@@ -21,10 +21,10 @@ def finish_reason(reason: str | None, plan: ReplyPlan, complete_calls: int) -> s
 
 def whole_message(
     output: CompletionOutput, plan: ReplyPlan, role: str, echo: str, *, include_reasoning: bool
-) -> tuple[Message, str | None]:
-    """The message of a finished choice, and its finish_reason."""
+) -> tuple[Message, str | None, str]:
+    """The message of a finished choice, its finish_reason, and its reasoning, whether or not the message shows it."""
     if plan.form.plain:
-        return Message(role, echo + output.text), output.finish_reason
+        return Message(role, echo + output.text), output.finish_reason, ""
     reply = read_whole(plan.form, output.text, cut_short=output.finish_reason in CUT_SHORT)
     text = echo + reply.text
     message = Message(role, text if text or not (reply.calls or reply.reasoning) else None)
@@ -32,7 +32,7 @@ def whole_message(
         message.reasoning = reply.reasoning
     if reply.calls:
         message.tool_calls = [ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments)) for call in reply.calls]
-    return message, finish_reason(output.finish_reason, plan, sum(call.complete for call in reply.calls))
+    return message, finish_reason(output.finish_reason, plan, sum(call.complete for call in reply.calls)), reply.reasoning
 
 
 class ChoiceStream:
@@ -45,6 +45,7 @@ class ChoiceStream:
         self._new_id: Callable[[], str] = plan.new_call_id
         self._calls = 0
         self._complete = 0
+        self._reasoning: list[str] = []
 
     def delta(self, output: CompletionOutput) -> tuple[Delta | None, str | None]:
         """The delta of a piece (None: there is nothing to show yet), and the finish_reason if it is the last."""
@@ -56,9 +57,18 @@ class ChoiceStream:
         delta = self._of(events)
         return delta, finish_reason(output.finish_reason, self._plan, self._complete)
 
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far, whether or not deltas show it."""
+        return "".join(self._reasoning)
+
     def _of(self, events: list[Event]) -> Delta | None:
         text = "".join(event.text for event in events if isinstance(event, Text))
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) if self._include_reasoning else ""
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        if reasoning:
+            self._reasoning.append(reasoning)
+        if not self._include_reasoning:
+            reasoning = ""
         calls: list[ToolCallDelta] = []
         for event in events:
             match event:

@@ -17,6 +17,7 @@ from octavo.frontend.http.conversation import final_message, render
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.generation import Job
 from octavo.frontend.http.logprobs import TokenNames
+from octavo.frontend.http.older_tools import in_older_words, is_older, with_tools
 from octavo.frontend.http.prompts import truncated
 from octavo.frontend.http.reply_plan import plan_reply
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
@@ -67,6 +68,17 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
     Raises:
         InvalidRequest, NotYet: the request cannot be served as asked.
     """
+    if not is_older(body):
+        return await _plan(ctx, request, body, job_id)
+    body = with_tools(body)
+    try:
+        options, job = await _plan(ctx, request, body, job_id)
+    except InvalidRequest as error:
+        raise in_older_words(error) from None
+    return dataclasses.replace(options, older_calls=True), job
+
+
+async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id: str) -> tuple[ChatOptions, Job]:
     settings = ctx.settings
     check_common(body, settings.max_sequences, 1)
     _check_unserved(body)

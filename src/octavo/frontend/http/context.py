@@ -110,7 +110,7 @@ class ServerContext:
         new = [name for name in body.unknown_fields() if name[:MAX_INPUT_CHARS] not in self.unknown_fields]
         if new and len(self.unknown_fields) < MAX_REPORTED_FIELDS:
             self.unknown_fields.update(name[:MAX_INPUT_CHARS] for name in new[:100])
-            logger.debug("Unknown request fields, ignored: %s", short_repr(new))
+            logger.info("Unknown request fields, ignored: %s", short_repr(new))
 
     def claim(self, request_id: str, abort: Callable[[], Awaitable[None]]) -> None:
         """Take `request_id` until `release`. `abort` ends the request early; its reply is then what there is so far.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.frontend.http.errors import clip, short_repr
+from octavo.frontend.http.limits import check_count, is_large, off_loop
 from octavo.frontend.http.prompts import EncodedPrompt, check_length, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
 from octavo.frontend.parsing.formats import CallSyntax, tool_format
@@ -61,9 +62,12 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
     must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
+    check_count("messages", body.messages, "messages")
     try:
         tools, call_syntax = _tools(llm, body, settings.tool_call_parser, template)
-        text = llm.tokenizer.apply_chat_template(
+        text = await off_loop(
+            is_large(body.messages) or is_large(body.tools or body.documents),
+            llm.tokenizer.apply_chat_template,
             body.messages,
             tools=tools,
             documents=body.documents,

@@ -98,7 +98,8 @@ def describe(error: BaseException) -> ErrorReply:
         case RequestValidationError():
             return _schema_error(error.errors(), skip=1)
         case NotYet():
-            return ErrorReply(501, "NotImplementedError", str(error))
+            # The request is at fault, as far as this server goes: it is working as it should, and trying again is of no use.
+            return ErrorReply(400, "NotImplementedError", str(error))
         case Overloaded():
             seconds = max(1, round(error.retry_after))
             return ErrorReply(429, "RateLimitError", str(error), headers={"Retry-After": str(seconds)})

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from octavo.errors import Overloaded, RequestFailed
 from octavo.frontend.http.context import ServerContext, json_response
 from octavo.frontend.http.prompts import EncodedPrompt
-from octavo.frontend.http.replies import PromptTokensDetails, Usage
+from octavo.frontend.http.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from octavo.frontend.http.sse import OPENAI_STYLE, EventStream, StreamStyle, cancel, unless_gone
 from octavo.frontend.http.tracking import RequestTracker
 from octavo.frontend.outputs import RequestOutput
@@ -264,6 +264,8 @@ class UsageCounter:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.reasoning_tokens: int | None = None
+        """None: not counted."""
 
     def add(self, number: int, output: RequestOutput, *, prompt_only: bool = False) -> None:
         """`output` holds new tokens only (or everything, once)."""
@@ -278,4 +280,6 @@ class UsageCounter:
         usage = Usage(self.prompt_tokens, self.prompt_tokens + self.completion_tokens, self.completion_tokens)
         if self._details:
             usage.prompt_tokens_details = PromptTokensDetails(self.cached_tokens)
+        if self.reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(min(self.reasoning_tokens, self.completion_tokens))
         return usage

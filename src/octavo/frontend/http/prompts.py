@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
+from octavo.frontend.http.limits import LARGE_IDS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -109,12 +110,25 @@ async def encode_prompts(
             ids = await encode_text(llm, prompt, add_special_tokens=add_special_tokens, must_fit=must_fit)
             one = EncodedPrompt(ids, prompt)
         else:
+            _check_ids_fit(llm, prompt, must_fit)
             one = EncodedPrompt(prompt, None)
         if not one.token_ids:
             which = f"prompt {number} of the list" if len(prompts) > 1 else "it"
             raise InvalidRequest(f"prompt must not be empty: {which} has no tokens.", param="prompt")
         encoded.append(one)
     return encoded
+
+
+def _check_ids_fit(llm: AsyncLLM, ids: list[int], must_fit: bool) -> None:
+    """Refuse a long list that cannot fit before anything looks at each of its ids. (A short one is left to the engine's door.)"""
+    limit = llm.ready_report.max_model_len
+    if must_fit and len(ids) > max(limit, LARGE_IDS):
+        raise InvalidRequest(
+            f"This model's context length is {limit} tokens, but the prompt has {len(ids)} tokens. "
+            "Shorten the prompt (or use truncate_prompt_tokens).",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 def truncated(llm: AsyncLLM, prompt: EncodedPrompt, limit: int | None, side: str | None, max_tokens: int | None) -> EncodedPrompt:

@@ -18,11 +18,17 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of replies that may hold reasoning."""
 
 
 class PromptProgress(msgspec.Struct):
@@ -113,6 +119,8 @@ class Message(msgspec.Struct):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+    """The call, for a client that gave `functions`."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -156,6 +164,7 @@ class Delta(msgspec.Struct):
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -127,6 +127,8 @@ class ChatRequest(GenerationRequest):
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Bool | None = None
+    functions: Objects | None = Field(None, description="The older form of tools; the reply then has function_call.")
+    function_call: str | dict[str, Any] | None = Field(None, description="The older form of tool_choice.")
     add_generation_prompt: Bool | None = None
     continue_final_message: Bool | None = None
     documents: Objects | None = None

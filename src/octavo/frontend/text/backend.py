@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+LONG_TEXT = 5_000
+"""Characters from which on a text is encoded without the GIL. (Below, that costs more than it gives.)"""
+
+
 class TokenBackend(Protocol):
     """What `Tokenizer` needs of an implementation."""
 
@@ -48,7 +52,7 @@ class TokenBackend(Protocol):
 
 
 class FastBackend:
-    """A `tokenizers.Tokenizer`. It releases the GIL while it works, so long prompts can be encoded in a thread."""
+    """A `tokenizers.Tokenizer`. It releases the GIL while it works on a long text, so that one can be encoded in a thread."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         # A tokenizer.json may carry the padding and truncation of its training; prompts must get neither.
@@ -60,7 +64,10 @@ class FastBackend:
         self.rule = byte_rule(json.loads(decoder.__getstate__())) if decoder is not None else None
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # `encode` keeps the GIL; this does not, and leaves out the offsets that nobody here reads.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         encoded = self._tokenizer.encode(first, second, add_special_tokens=True)

@@ -38,6 +38,7 @@ def normalize_messages(
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
     prepared = [_message(m, f"messages[{i}]", content_format, arguments_as_text) for i, m in enumerate(messages)]
+    _rewrite_older_calls(prepared, arguments_as_text)
     if developer_as_system:
         for message in prepared:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
@@ -86,6 +87,21 @@ def _message(message: Any, where: str, content_format: ContentFormat, arguments_
     if (reasoning := next((result[name] for name in _REASONING if isinstance(result.get(name), str)), None)) is not None:
         result |= dict.fromkeys(_REASONING, reasoning)
     return result
+
+
+def _rewrite_older_calls(messages: list[dict[str, Any]], arguments_as_text: bool) -> None:
+    """OpenAI's older form of a call (`function_call`, answered by the role "function") as templates know calls, under an id made here."""
+    call_id = ""
+    for number, message in enumerate(messages):
+        older = message.pop("function_call", None)
+        if older is not None and message["role"] == "assistant" and "tool_calls" not in message:
+            if not isinstance(older, dict) or not isinstance(older.get("name"), str):
+                raise InvalidRequest(f"messages[{number}].function_call must be an object with name and arguments.", param="messages")
+            call_id = f"call{number:05d}"  # as long as Mistral's templates want it
+            call = {"id": call_id, "type": "function", "function": older}
+            message["tool_calls"] = _tool_calls([call], f"messages[{number}]", arguments_as_text)
+        elif message["role"] == "function" and call_id:
+            message |= {"role": "tool", "tool_call_id": call_id}
 
 
 def _content(content: Any, where: str, content_format: ContentFormat) -> str | list[dict[str, str]]:

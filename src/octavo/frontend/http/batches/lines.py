@@ -89,6 +89,8 @@ def _parse_line(number: int, line: str, urls: Sequence[str]) -> BatchLine:
     custom_id = entry.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return bad(f"line {number} needs a custom_id (a text)")
+    if not is_text(custom_id):
+        return bad(f"line {number}: the custom_id {custom_id!r} holds half of a surrogate pair, which is no character")
     if entry.get("method", "POST") != "POST":
         return bad(f"method must be POST, got {entry['method']!r}", custom_id)
     url = entry.get("url")
@@ -99,6 +101,8 @@ def _parse_line(number: int, line: str, urls: Sequence[str]) -> BatchLine:
         return bad("body must be a JSON object", custom_id)
     if body.get("stream"):
         return bad("stream has no meaning in a batch: leave it out", custom_id)
+    if url == "/v1/responses" and body.get("background"):
+        return bad("background has no meaning in a batch, whose requests all run in the background: leave it out", custom_id)
     return BatchLine(number, custom_id, str(url), body)
 
 
@@ -132,8 +136,18 @@ def succeeded(reply: dict[str, Any]) -> bool:
 
 
 def encode_reply(reply: dict[str, Any]) -> str:
-    """One line of an output file, with its end."""
-    return json.dumps(reply, ensure_ascii=False) + "\n"
+    """One line of an output file, with its end. Half a surrogate pair, which JSON can carry and UTF-8 cannot, stays escaped."""
+    line = json.dumps(reply, ensure_ascii=False) + "\n"
+    return line if is_text(line) else json.dumps(reply) + "\n"
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def finished_ids(output: Path) -> set[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
+from octavo.frontend.http.limits import check_count
 from octavo.frontend.http.schemas import Bool, ChatRequest, Float, Int, Int32, Items, Objects, Schema, Strings
 
 OUR_NAME = {
@@ -71,6 +72,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     Raises:
         InvalidRequest: names the message or the field.
     """
+    check_count("messages", body.messages, "messages")
     messages = [*_system(body.system)]
     for number, message in enumerate(body.messages):
         messages += _chat_messages(message, f"messages[{number}]")

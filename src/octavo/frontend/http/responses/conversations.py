@@ -6,10 +6,11 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import NotFound, short_repr
+from octavo.frontend.http.limits import MAX_MESSAGES
 from octavo.frontend.http.responses.items import Item, new_id
 from octavo.frontend.http.responses.store import ResponseStore, StoredResponse
 
-MAX_ITEMS = 10_000
+MAX_ITEMS = MAX_MESSAGES
 
 
 def new_conversation(created: int, metadata: dict[str, Any], items: list[Item], owner: str) -> StoredResponse:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
+from octavo.frontend.http.limits import check_count
 
 Item = dict[str, Any]
 """Always with `type` and `id`; messages with `content` as a list of parts."""
@@ -35,6 +36,7 @@ def input_items(given: Any, param: str = "input") -> list[Item]:
     if not isinstance(given, list):
         what = "is missing" if given is None else f"must be a string or a list of items, got {short_repr(given)}"
         raise InvalidRequest(f"{param} {what}.", param=param)
+    check_count(param, given, param)
     return [_item(item, f"{param}[{number}]") for number, item in enumerate(given)]
 
 

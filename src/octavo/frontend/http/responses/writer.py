@@ -144,10 +144,11 @@ class ResponsesWriter:
 def usage(counted: Usage) -> dict[str, Any]:
     """Token counts under the names of this API."""
     details = counted.prompt_tokens_details
+    parts = counted.completion_tokens_details
     return {
         "input_tokens": counted.prompt_tokens,
         "input_tokens_details": {"cached_tokens": details.cached_tokens if details else 0, "cache_write_tokens": 0},
         "output_tokens": counted.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": parts.reasoning_tokens if parts else 0},
         "total_tokens": counted.total_tokens,
     }

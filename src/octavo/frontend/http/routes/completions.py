@@ -13,6 +13,7 @@ from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.completions import CompletionOptions, CompletionWriter
 from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_of, context_of, fair_key, json_response, request_id
 from octavo.frontend.http.generation import Job, answer
+from octavo.frontend.http.limits import is_large, off_loop
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.prompts import check_token_ids, encode_prompts, prompt_text, split_prompts, truncated
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
@@ -56,7 +57,7 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
         raise InvalidRequest("suffix is not supported; leave it out.", param="suffix")
     if body.prompt_embeds is not None:
         raise NotYet("prompt_embeds is not supported yet; send text or token ids.")
-    prompts = split_prompts(body.prompt)
+    prompts = await off_loop(is_large(body.prompt), split_prompts, body.prompt)
     check_common(body, settings.max_sequences, len(prompts))
     if body.logprobs is not None and body.logprobs < -1:
         raise InvalidRequest(f"logprobs must be non-negative, got {body.logprobs}.", param="logprobs")

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.context import context_of, json_response, owner_of
 from octavo.frontend.http.errors import NotFound, short_repr
+from octavo.frontend.http.limits import is_large, off_loop
 from octavo.frontend.http.responses.conversations import append_items, find_conversation, is_conversation, new_conversation, not_found
 from octavo.frontend.http.responses.items import input_items, item_page
 from octavo.frontend.http.responses.request import check_metadata
@@ -33,7 +34,7 @@ async def create(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, ConversationRequest)
     check_metadata(body.metadata)
-    items = [] if body.items is None else input_items(body.items, "items")
+    items = [] if body.items is None else await off_loop(is_large(body.items), input_items, body.items, "items")
     conversation = new_conversation(int(time.time()), body.metadata or {}, items, owner_of(request))
     ctx.responses.put(conversation)
     return json_response(conversation.response)
@@ -71,7 +72,8 @@ async def delete(request: Request, conversation_id: str) -> Response:
 async def add_items(request: Request, conversation_id: str) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, ItemsRequest)
-    added = append_items(ctx.responses, conversation_id, owner_of(request), input_items(body.items, "items"))
+    items = await off_loop(is_large(body.items), input_items, body.items, "items")
+    added = append_items(ctx.responses, conversation_id, owner_of(request), items)
     if added is None:
         raise not_found(conversation_id)
     return json_response(item_page(added, limit=len(added), order="asc", after=None))

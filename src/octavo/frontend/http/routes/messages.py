@@ -14,6 +14,7 @@ from octavo.frontend.http.context import client_of, context_of, json_response, r
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import ClientGone, describe, is_expected, renamed
 from octavo.frontend.http.generation import answer
+from octavo.frontend.http.limits import is_large, off_loop
 from octavo.frontend.http.messages.errors import in_this_shape
 from octavo.frontend.http.messages.request import OUR_NAME, CountTokensRequest, MessagesRequest, chat_request
 from octavo.frontend.http.messages.writer import STYLE, MessageOptions, MessagesWriter
@@ -53,7 +54,7 @@ async def _create(request: Request) -> Response:
     body = await ctx.read(request, MessagesRequest)
     job_id = request_id(request, "msg", body.request_id)
     tracker = RequestTracker(job_id, "/v1/messages", client_of(request), ctx.settings)
-    options, job = await plan_chat(ctx, request, chat_request(body), job_id)
+    options, job = await plan_chat(ctx, request, await off_loop(is_large(body.messages), chat_request, body), job_id)
     tracker.received(job.params, [options.prompt_text])
     thinking = body.thinking or {}
     wanted = MessageOptions(
@@ -72,5 +73,6 @@ async def _create(request: Request) -> Response:
 async def _count(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, CountTokensRequest)
-    prompt = await render(ctx.llm, chat_request(body), settings=ctx.settings)
+    chat = await off_loop(is_large(body.messages), chat_request, body)
+    prompt = await render(ctx.llm, chat, settings=ctx.settings)
     return json_response({"input_tokens": len(prompt.token_ids)})

@@ -17,6 +17,7 @@ from octavo.frontend.http.context import ServerContext, client_of, context_of, j
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import NotFound, is_expected, renamed, short_repr
 from octavo.frontend.http.generation import Generation, Job, answer
+from octavo.frontend.http.limits import check_count, is_large, off_loop
 from octavo.frontend.http.responses.conversations import append_items, conversation_id, find_conversation, is_conversation
 from octavo.frontend.http.responses.items import Item, input_items, item_page, messages, new_id
 from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest, ResponsesRequest, chat_request, check_request
@@ -42,10 +43,10 @@ async def create_response(request: Request) -> Response:
     response_id, owner = new_id("resp"), owner_of(request)
     job_id = request_id(request, "resp", body.request_id) if body.request_id else response_id
     tracker = RequestTracker(job_id, "/v1/responses", client_of(request), ctx.settings)
-    items = input_items(body.input)
+    items = await off_loop(is_large(body.input), input_items, body.input)
     conversation = conversation_id(body.conversation)
     try:
-        chat = _chat(ctx, body, items, owner)
+        chat = await _chat(ctx, body, items, owner)
         options, job = await plan_chat(ctx, request, chat, job_id)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None
@@ -71,7 +72,7 @@ async def create_response(request: Request) -> Response:
         raise renamed(error, OUR_NAME) from None
 
 
-def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner: str) -> ChatRequest:
+async def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner: str) -> ChatRequest:
     """The chat request for `items` after the conversation they continue."""
     check_request(body)
     conversation: list[Item] = []
@@ -89,7 +90,13 @@ def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner
             raise InvalidRequest(f"The response {body.previous_response_id} is not finished yet.", param="previous_response_id")
         for stored in chain:
             conversation += [*stored.items, *stored.response["output"]]
-    return chat_request(body, messages([*conversation, *items], body.instructions))
+    conversation += items
+    check_count("input, with what it continues,", conversation, "input")
+
+    def made() -> ChatRequest:
+        return chat_request(body, messages(conversation, body.instructions))
+
+    return await off_loop(is_large(conversation), made)
 
 
 async def _start_in_background(
@@ -134,7 +141,8 @@ async def count_input_tokens(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, InputTokensRequest)
     try:
-        chat = _chat(ctx, body, input_items(body.input), owner_of(request))
+        items = await off_loop(is_large(body.input), input_items, body.input)
+        chat = await _chat(ctx, body, items, owner_of(request))
         prompt = await render(ctx.llm, chat, settings=ctx.settings)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None
@@ -143,9 +151,10 @@ async def count_input_tokens(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
+    stored = _stored(request, response_id)
     if stream:
         raise NotYet("A kept response cannot be streamed; fetch it without stream.")
-    return json_response(_stored(request, response_id).response)
+    return json_response(stored.response)
 
 
 @router.delete("/v1/responses/{response_id}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
-
-from octavo.errors import NotYet
 
 router = APIRouter(include_in_schema=False)
 
@@ -22,8 +20,9 @@ WHAT = {
 
 async def not_yet(request: Request) -> Response:
     path = request.scope["route"].path
-    raise NotYet(
-        f"{WHAT[path]} ({path}) cannot be served yet. This server has /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages."
+    raise HTTPException(
+        501,
+        f"{WHAT[path]} ({path}) cannot be served yet. This server has /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages.",
     )
 
 

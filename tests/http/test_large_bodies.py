@@ -1,0 +1,116 @@
+"""Large bodies: what is beyond any use is refused before it is walked through, and the rest does not hold up other clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from octavo.frontend.http.limits import MAX_FIELDS, MAX_MESSAGES, MAX_OBJECTS, is_large
+from tests.support.http_server import RunningServer
+
+USER = {"role": "user", "content": "x"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ITEM = {"type": "message", "role": "user", "content": "x"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+MANY = MAX_MESSAGES + 1
+
+
+@contextmanager
+def loop_lag(server: RunningServer) -> Iterator[list[float]]:
+    """The longest times that the server's event loop was away."""
+    gaps: list[float] = []
+    done = False
+
+    async def watch() -> None:
+        last = time.monotonic()
+        while not done:
+            await asyncio.sleep(0.005)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
+    try:
+        yield gaps
+    finally:
+        done = True
+        watching.result(10)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/chat/completions", {"messages": [USER] * MANY}, "messages has 10001 entries"),
+        ("/v1/chat/completions/render", {"messages": [USER] * MANY}, "messages has 10001 entries"),
+        ("/tokenize", {"messages": [USER] * MANY}, "messages has 10001 entries"),
+        ("/v1/messages", {"messages": [USER] * MANY, "max_tokens": 1}, "messages has 10001 entries"),
+        ("/v1/messages/count_tokens", {"messages": [USER] * MANY}, "messages has 10001 entries"),
+        ("/v1/responses", {"input": [ITEM] * MANY}, "input has 10001 entries"),
+        ("/v1/responses", {"input": [OUTPUT] * MANY}, "input has 10001 entries"),
+        ("/v1/responses/input_tokens", {"input": [ITEM] * MANY}, "input has 10001 entries"),
+        ("/v1/conversations", {"items": [ITEM] * MANY}, "items has 10001 entries"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_OBJECTS}]}, "50000 objects"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT] * MAX_OBJECTS}], "max_tokens": 1}, "50000 objects"),
+        ("/v1/responses", {"input": [{**ITEM, "content": [{}] * MAX_OBJECTS}]}, "50000 objects"),
+        ("/v1/completions", {"prompt": "x", "nothing": [{}] * MAX_OBJECTS}, "50000 objects"),
+        ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(MAX_FIELDS)}}, "300000 fields"),
+        ("/tokenize", {"prompt": "hello " * 200_000}, "1000000 can be tokenized"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_no_request_needs_is_refused_without_a_stall(server: RunningServer, path: str, body: dict[str, Any], message: str) -> None:
+    with loop_lag(server) as gaps:
+        reply = server.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert message in reply.json()["error"]["message"]
+    assert max(gaps) < 1.0
+
+
+def test_a_conversation_may_not_grow_beyond_it_by_its_history(server: RunningServer) -> None:
+    half = [ITEM] * (MAX_MESSAGES // 2 + 1)
+    kept = server.post("/v1/conversations", {"items": half}).json()["id"]
+    error = server.post("/v1/responses", {"input": half, "conversation": kept}).json()["error"]
+    assert "10002 entries" in error["message"]
+    assert error["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hello world " * 80_000}),
+        ("/tokenize", {"messages": [USER] * MAX_MESSAGES}),
+        ("/v1/chat/completions", {"messages": [USER] * MAX_MESSAGES}),
+        ("/v1/chat/completions", {"messages": [USER, {"role": "assistant", "tool_calls": [CALL] * 20_000}, {**USER, "content": "y"}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [RESULT] * 40_000}]}),
+        ("/v1/responses/input_tokens", {"input": [ITEM] * MAX_MESSAGES}),
+        ("/v1/completions", {"prompt": [1] * 2_000_000}),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(250_000)}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_large_request_does_not_hold_up_others(server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    with loop_lag(server) as gaps:
+        begun = time.monotonic()
+        reply = server.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+        took = time.monotonic() - begun
+    assert reply.status_code in (200, 400)
+    print(path, reply.status_code, reply.text[:150], f"took {took:.2f} s, the loop was away for at most {max(gaps):.2f} s")
+    assert max(gaps) < 1.0
+
+
+def test_what_is_large() -> None:
+    assert not is_large([USER] * 20)
+    assert not is_large([1] * 9_000)
+    assert is_large([1] * 20_000)
+    assert is_large([USER] * 1000)
+    assert is_large([{"role": "user", "content": "x" * 70_000}])
+    assert is_large([{"role": "user", "content": [{"type": "text", "text": "x"}] * 500}])
+    assert is_large("x" * 70_000)
+    assert not is_large(None)
