@@ -91,6 +91,8 @@ def test_a_conversation_may_not_grow_beyond_it_by_its_history(server: RunningSer
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [RESULT] * 40_000}]}),
         ("/v1/responses/input_tokens", {"input": [ITEM] * MAX_MESSAGES}),
         ("/v1/completions", {"prompt": [1] * 2_000_000}),
+        ("/v1/completions/render", {"prompt": ["hello world " * 1600] * 100, "truncate_prompt_tokens": 5}),
+        ("/v1/completions/render", {"prompt": ["hello"] * 16_000}),
         ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(250_000)}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
