@@ -19,6 +19,8 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 ITEM = {"type": "message", "role": "user", "content": "x"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+STALL_SECONDS = 5.0
+"""What is done on the loop took longer by far; how long the loop waits for its turn on a busy machine is not what this is about."""
 MANY = MAX_MESSAGES + 1
 
 
@@ -70,7 +72,7 @@ def test_what_no_request_needs_is_refused_without_a_stall(server: RunningServer,
         reply = server.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert message in reply.json()["error"]["message"]
-    assert max(gaps) < 1.0
+    assert max(gaps) < STALL_SECONDS
 
 
 def test_a_conversation_may_not_grow_beyond_it_by_its_history(server: RunningServer) -> None:
@@ -91,6 +93,8 @@ def test_a_conversation_may_not_grow_beyond_it_by_its_history(server: RunningSer
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [RESULT] * 40_000}]}),
         ("/v1/responses/input_tokens", {"input": [ITEM] * MAX_MESSAGES}),
         ("/v1/completions", {"prompt": [1] * 2_000_000}),
+        ("/v1/completions/render", {"prompt": ["hello world " * 1600] * 100, "truncate_prompt_tokens": 5}),
+        ("/v1/completions/render", {"prompt": ["hello"] * 16_000}),
         ("/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(250_000)}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -102,7 +106,7 @@ def test_a_large_request_does_not_hold_up_others(server: RunningServer, path: st
         took = time.monotonic() - begun
     assert reply.status_code in (200, 400)
     print(path, reply.status_code, reply.text[:150], f"took {took:.2f} s, the loop was away for at most {max(gaps):.2f} s")
-    assert max(gaps) < 1.0
+    assert max(gaps) < STALL_SECONDS
 
 
 def test_what_is_large() -> None:

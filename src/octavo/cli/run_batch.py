@@ -58,9 +58,9 @@ def run(options: Namespace) -> int:
     if not hasattr(options, "input") or not hasattr(options, "output"):
         raise UsageError("run-batch needs an input and an output file: octavo run-batch -i requests.jsonl -o replies.jsonl.")
     settings = reading(options)
-    lines = read_batch(Path(options.input))
     output = Path(options.output)
     check_output(output, Path(options.input))
+    lines = read_batch(Path(options.input))
     with claim_output(output):
         done = finished_ids(output)
         todo = [line for line in lines if line.custom_id not in done]

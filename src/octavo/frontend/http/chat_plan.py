@@ -16,6 +16,7 @@ from octavo.frontend.http.context import FINGERPRINT, ServerContext, fair_key
 from octavo.frontend.http.conversation import final_message, render
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.generation import Job
+from octavo.frontend.http.limits import LARGE_IDS, off_loop
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.older_tools import in_older_words, is_older, with_tools
 from octavo.frontend.http.prompts import truncated
@@ -89,7 +90,8 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
         raise InvalidRequest(f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}.", param="max_completion_tokens")
     defaults = ctx.llm.default_sampling_params
     wish = wish_of(body)
-    params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
+    many = len(body.logit_bias or ()) > LARGE_IDS
+    params = await off_loop(many, sampling_params, body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
     prompt = await render(ctx.llm, body, settings=settings)
     plan = await plan_reply(
         ctx.llm,

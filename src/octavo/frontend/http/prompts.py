@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
-from octavo.frontend.http.limits import LARGE_IDS
+from octavo.frontend.http.limits import COST_OF_AN_ENTRY, LARGE_IDS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -104,8 +104,11 @@ async def encode_prompts(
     Raises:
         InvalidRequest: a prompt with no tokens. (What the ids are is checked by the engine's door.)
     """
-    encoded = []
+    encoded, done = [], 0
     for number, prompt in enumerate(prompts):
+        if (done := done + COST_OF_AN_ENTRY + len(prompt)) > LONG_TEXT:
+            done = 0
+            await asyncio.sleep(0)  # many short texts take as long as a long one: the streams of others get their turn
         if isinstance(prompt, str):
             ids = await encode_text(llm, prompt, add_special_tokens=add_special_tokens, must_fit=must_fit)
             one = EncodedPrompt(ids, prompt)

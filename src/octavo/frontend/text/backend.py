@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 LONG_TEXT = 5_000
-"""Characters from which on a text is encoded without the GIL. (Below, that costs more than it gives.)"""
+"""Characters from which on a text is encoded without the GIL. (Getting it back may take 5 ms, longer than a short text takes.)"""
 
 
 class TokenBackend(Protocol):

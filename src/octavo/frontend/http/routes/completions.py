@@ -13,7 +13,7 @@ from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.completions import CompletionOptions, CompletionWriter
 from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_of, context_of, fair_key, json_response, request_id
 from octavo.frontend.http.generation import Job, answer
-from octavo.frontend.http.limits import is_large, off_loop
+from octavo.frontend.http.limits import LARGE_IDS, is_large, off_loop
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.prompts import check_token_ids, encode_prompts, prompt_text, split_prompts, truncated
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
@@ -64,13 +64,16 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_only = bool(body.echo) and max_tokens == 0
     wish = wish_of(body)
-    params = sampling_params(
+    checked = await wish.check(ctx.llm) if wish is not None and not prompt_only else None
+    params = await off_loop(
+        len(body.logit_bias or ()) > LARGE_IDS,
+        sampling_params,
         body,
         ctx.llm.default_sampling_params,
         max_tokens=1 if prompt_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
-        structured_outputs=await wish.check(ctx.llm) if wish is not None and not prompt_only else None,
+        structured_outputs=checked,
     )
     if wish is not None:
         params.constraint = OutputConstraint(field=wish.field)

@@ -17,6 +17,7 @@ from octavo.errors import InvalidRequest
 from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, request_id
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import renamed, short_repr
+from octavo.frontend.http.limits import is_large, off_loop
 from octavo.frontend.http.prompts import encode_prompts, split_prompts
 from octavo.frontend.http.schemas import (
     ClassifyRequest,
@@ -221,7 +222,8 @@ async def _prepare_texts(
     tracker: RequestTracker,
 ) -> list[PreparedPooling]:
     processor = await ctx.llm.pooling_processor()
-    prompts = split_prompts(given, param)
+    large = is_large(given)
+    prompts = await off_loop(large, split_prompts, given, param)
     _check_count(ctx, len(prompts), param)
     cut, special = body.truncate_prompt_tokens, body.add_special_tokens is not False
     if cut is None:
@@ -229,18 +231,22 @@ async def _prepare_texts(
         items: Sequence[Any] = [one.token_ids for one in encoded]
     else:
         items = prompts  # the processor cuts them, and keeps the special tokens at their ends
-    return [
-        processor.prepare(
-            item,
-            params,
-            f"{tracker.request_id}-{i}",
-            task=task,
-            truncate_prompt_tokens=cut,
-            add_special_tokens=special,
-            priority=body.priority or 0,
-        )
-        for i, item in enumerate(items)
-    ]
+
+    def prepared() -> list[PreparedPooling]:
+        return [
+            processor.prepare(
+                item,
+                params,
+                f"{tracker.request_id}-{i}",
+                task=task,
+                truncate_prompt_tokens=cut,
+                add_special_tokens=special,
+                priority=body.priority or 0,
+            )
+            for i, item in enumerate(items)
+        ]
+
+    return await off_loop(large, prepared)
 
 
 async def _score(ctx: ServerContext, body: PooledRequest, texts: list[tuple[str, str]], tracker: RequestTracker) -> list[float]:
@@ -248,7 +254,8 @@ async def _score(ctx: ServerContext, body: PooledRequest, texts: list[tuple[str,
     processor.task("score")
     _check_count(ctx, len(texts), "text_2")
     if processor.labels:
-        return [float(s.result()[0]) for s in await _run(ctx, _prepare_pairs(processor, body, texts, tracker), tracker)]
+        prepared = await off_loop(is_large([list(pair) for pair in texts]), _prepare_pairs, processor, body, texts, tracker)
+        return [float(s.result()[0]) for s in await _run(ctx, prepared, tracker)]
     distinct = list(dict.fromkeys(text for pair in texts for text in pair))  # a query is embedded once, not once a document
     states = await _pool_texts(ctx, body, distinct, "text_1", PoolingParams(), "embed", tracker)
     vectors = {text: state.result() for text, state in zip(distinct, states, strict=True)}
