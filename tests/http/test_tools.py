@@ -370,3 +370,29 @@ def test_errors_about_functions_are_told_in_their_words(server: RunningServer, b
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
     assert said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "part", [{"$ref": "#/$defs/gone"}, {"type": "string", "pattern": "["}, {"$ref": "#/properties/a"}], ids=["lost", "pattern", "endless"]
+)
+def test_bad_parameters_are_refused_whatever_the_choice(server: RunningServer, part: Any, choice: str) -> None:
+    parameters = {"type": "object", "properties": {"ok": {"type": "null"}, "a": part}, "required": ["a"]}
+    tools = [WEATHER, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": choice, "max_tokens": 1}
+    for _ in range(2):
+        reply = server.post("/v1/chat/completions", body)
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["param"] == "tools"
+        assert "tools[1].function.parameters: the JSON schema cannot be used: at $.properties.a: " in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_pattern_that_looks_ahead_is_left_out_unless_the_tool_is_strict(server: RunningServer, choice: str) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=a)a$"}}}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tool_choice": choice, "max_tokens": 1}
+    assert server.post("/v1/chat/completions", {**body, "tools": [{"type": "function", "function": function}]}).status_code == 200
+    strict = server.post("/v1/chat/completions", {**body, "tools": [{"type": "function", "function": {**function, "strict": True}}]})
+    assert strict.status_code == 400
+    assert "$.properties.a" in strict.json()["error"]["message"]

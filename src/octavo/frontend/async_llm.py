@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from octavo.config.args import EngineArgs
@@ -419,6 +419,10 @@ class AsyncLLM:
             NotYet: the grammar engine is not installed.
         """
         await self._processor.grammars.prepare(params)
+
+    async def check_tool_parameters(self, functions: Sequence[Mapping[str, Any]]) -> None:
+        """Check the "function" objects of tools; see `GrammarDoor.prepare_parameters`."""
+        await self._processor.grammars.prepare_parameters(functions)
 
     async def _prepare_constraint(self, params: SamplingParams) -> None:
         """Do in threads what a constrained request needs and what takes long the first time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ import msgspec
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.grammar.compiler import engine_tokenizer
+from octavo.grammar.lark import json_options
 from octavo.grammar.reach import emptiness, other_than_blanks
-from octavo.grammar.source import grammar_source
+from octavo.grammar.source import grammar_source, json_source
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
 
@@ -106,19 +107,43 @@ class GrammarDoor:
         Raises:
             InvalidRequest, NotYet: see `source`; or the check took too long.
         """
+        await self._in_time(self.source, wish, what="structured_outputs: checking the grammar", param="structured_outputs")
+
+    async def prepare_parameters(self, functions: Sequence[Mapping[str, Any]]) -> None:
+        """Check the parameters of tools in a thread: the same whether a reply must call one, may, or is held to the schema.
+
+        Raises:
+            InvalidRequest: with the tool and the path in its schema; or the check took too long.
+            NotYet: the grammar engine is not installed.
+        """
+        key = _key([[function.get("parameters"), bool(function.get("strict"))] for function in functions])
+        with self._lock:
+            if self._known.get(key) == "":
+                return
+        await self._in_time(self._check_parameters, functions, what="tools: checking the parameters", param="tools")
+        with self._lock:
+            self._known[key] = ""
+
+    @staticmethod
+    def _check_parameters(functions: Sequence[Mapping[str, Any]]) -> None:
+        for i, function in enumerate(functions):
+            options = json_options(lenient=not function.get("strict"))
+            try:
+                json_source(function.get("parameters") or {}, options, f"tools[{i}].function.parameters")
+            except InvalidRequest as error:
+                raise InvalidRequest(str(error), param="tools") from None
+
+    async def _in_time(self, check: Callable[[Any], object], subject: object, *, what: str, param: str) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="octavo-schema")
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.wait_for(loop.run_in_executor(self._pool, self.source, wish), TIME_LIMIT)
+            await asyncio.wait_for(loop.run_in_executor(self._pool, check, subject), TIME_LIMIT)
         except TimeoutError:
-            raise InvalidRequest(
-                f"structured_outputs: checking the grammar took longer than {TIME_LIMIT:.0f} seconds. Use a simpler one.",
-                param="structured_outputs",
-            ) from None
+            raise InvalidRequest(f"{what} took longer than {TIME_LIMIT:.0f} seconds. Use a simpler one.", param=param) from None
 
 
-def _key(wish: StructuredOutputsParams) -> bytes:
+def _key(wish: object) -> bytes:
     try:
         return msgspec.json.encode(wish)
     except (TypeError, ValueError, RecursionError) as error:  # a schema that no JSON can hold

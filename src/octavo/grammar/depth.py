@@ -7,6 +7,7 @@ references run in circles, every level of the circle counts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -35,10 +36,8 @@ def depth_problem(source: str) -> str:
     """What is wrong with the depth of a grammar as the engine takes it; "" if nothing is."""
     document = None
     if source.lstrip().startswith("{"):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):  # the engine will say so
             document = json.loads(source)
-        except (ValueError, RecursionError):
-            pass  # the engine will say so
     if not isinstance(document, dict):
         return _rules_problem(source)
     grammars = document.get("grammars")
@@ -149,7 +148,9 @@ class _Levels:
         """The places that a reference may mean. Where identifiers are involved, every part that has one."""
         if reference not in self._places:
             base, _, fragment = reference.partition("#")
-            roots = [((), self._schema), *self._identified()] if base or not fragment.startswith("/") else [((), self._schema)]
+            roots: list[tuple[Path, Any]] = (
+                [((), self._schema), *self._identified()] if base or not fragment.startswith("/") else [((), self._schema)]
+            )
             if not fragment.startswith("/") and reference not in ("", "#"):
                 self._places[reference] = roots
             else:

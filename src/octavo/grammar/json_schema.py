@@ -7,6 +7,7 @@ messages do not say where; `failing_path` finds the smallest part of the schema 
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,8 @@ Path = tuple[str | int, ...]
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
 """Formats that can be enforced. Any other is an annotation, as JSON Schema has it, and is left out."""
+
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -39,14 +42,15 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
             yield (key,), schema[key]
 
 
-def prepared(schema: Any, *, closed: bool = False) -> Any:
+def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any:
     """A copy for the engine.
 
     Args:
         closed: objects allow no properties but those they name, unless they say otherwise.
+        lenient: patterns that look around or back, which no grammar can hold a text to, are left out.
     """
     if isinstance(schema, list):
-        return [prepared(s, closed=closed) for s in schema]
+        return [prepared(s, closed=closed, lenient=lenient) for s in schema]
     if not isinstance(schema, dict):
         return copy.deepcopy(schema)
     result: dict[str, Any] = {}
@@ -55,10 +59,12 @@ def prepared(schema: Any, *, closed: bool = False) -> Any:
         if key in idle:
             continue
         if key in _MAPS and isinstance(value, dict):
-            result[key] = {name: prepared(inner, closed=closed) for name, inner in value.items()}
+            result[key] = {name: prepared(inner, closed=closed, lenient=lenient) for name, inner in value.items()}
         elif key in _LISTS or key in _SINGLE:
-            result[key] = prepared(value, closed=closed)
-        elif key == "format" and not (isinstance(value, str) and value in FORMATS):
+            result[key] = prepared(value, closed=closed, lenient=lenient)
+        elif (key == "format" and not (isinstance(value, str) and value in FORMATS)) or (
+            key == "pattern" and lenient and isinstance(value, str) and _LOOKS_AROUND.search(value)
+        ):
             continue
         elif key in _COUNTS and isinstance(value, float) and value.is_integer():
             result[key] = int(value)  # 2.0, which the engine does not take for a whole number

@@ -80,7 +80,9 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     schema = {} if schema is True else schema
 
     def source(part: Any) -> str:
-        text: str = matcher.grammar_from_json_schema(json.dumps(prepared(part, closed=closed)), overrides=options)
+        text: str = matcher.grammar_from_json_schema(
+            json.dumps(prepared(part, closed=closed, lenient=bool(options.get("lenient")))), overrides=options
+        )
         return text
 
     def problem_of(part: Any) -> str:

@@ -80,7 +80,9 @@ RULES: dict[str, Callable[[int], str]] = {
     "terminals": lambda n: "start: T0\n" + "\n".join(f'T{i}: "a" T{i + 1} | "b"' for i in range(n)) + f'\nT{n}: "c"',
     "one line": lambda n: "start: r0 " + " ".join(f'r{i}:"a" r{i + 1}' for i in range(n)) + f' r{n}:"c"',
     "gbnf": lambda n: "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1} | "b"' for i in range(n)) + f'\nr{n} ::= "c"',
-    "brackets": lambda n: "start: r0\n" + "\n".join(f'r{i}: {"(" * 20}"a" r{i + 1}{")?" * 20}' for i in range(n)) + f'\nr{n}: "c"',
+    "brackets": lambda n: (
+        "start: r0\n" + "\n".join(f'r{i}: {"(" * 20}"a" r{i + 1}{")?" * 20}' for i in range(n // 40)) + f'\nr{n // 40}: "c"'
+    ),
     "nested": lambda n: "start: inner\ninner: %lark {\n" + RULES["rules"](n) + "\n}",
 }
 

@@ -137,8 +137,8 @@ MAYBE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/l
     ("schema", "path"),
     [
         ({"$ref": "#"}, "$"),
-        ({"anyOf": [{"$ref": "#"}]}, "$"),
-        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "$"),
+        ({"anyOf": [{"$ref": "#"}]}, "$.anyOf[0]"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "$.allOf[0]"),
         ({"$ref": "#/$defs/link", "$defs": {"link": LINK}}, "$"),
         ({"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}, "$.properties.a"),
     ],

@@ -26,6 +26,20 @@ def run(source: str, **variables: Any) -> str:
         "{{ '{:>{w}}'.format('x', w=n) }}",
         "{% set ns = namespace(x='xxxxxxxx') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% for i in range(90000) %}{{ big }}{% endfor %}",
+        "{{ (big * 1000) | replace('x', big) }}",
+        "{{ (big * 1000).replace('x', big) }}",
+        "{{ (big * 1000).replace('', big) }}",
+        "{{ ([big] * 90000) | join }}",
+        "{{ ([1] * 90000) | join(big) }}",
+        "{{ range(90000) | join(big) }}",
+        "{{ big.join([big] * 90000) }}",
+        "{{ ('\t' * 90000).expandtabs(10000) }}",
+        "{{ (big * 1000) | wordwrap(1) }}",
+        "{{ (big * 1000) | urlize }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%*d' % (n, 1) }}",
+        "{{ '{:999999999}'.format('x') }}",
     ],
 )
 def test_large_results_are_stopped(source: str) -> None:
@@ -58,7 +72,16 @@ def test_widths_of_filters_are_capped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "result"), [("{{ 2 ** 10 }}", "1024"), ("{{ 'ab' * 2 }}", "abab"), ("{{ [1] + [2] }}", "[1, 2]"), ("{{ 3 * 4 }}", "12")]
+    ("source", "result"),
+    [
+        ("{{ 2 ** 10 }}", "1024"),
+        ("{{ 'ab' * 2 }}", "abab"),
+        ("{{ [1] + [2] }}", "[1, 2]"),
+        ("{{ [1, 2] | join('-') }}{{ 'aa'.replace('a', 'b', 1) | replace('b', 'c') }}", "1-2ca"),
+        ("{{ '%s:%d' | format('a', 3) }}{{ 7 % 4 }}", "a:33"),
+        ("{{ [{'a': 1}, {'a': 2}] | join(',', attribute='a') }}{{ [1, 2] | sum }}{{ 'a b' | wordwrap(1) }}", "1,23a\nb"),
+        ("{{ 3 * 4 }}", "12"),
+    ],
 )
 def test_ordinary_arithmetic_is_not(source: str, result: str) -> None:
     assert run(source) == result

@@ -6,11 +6,11 @@ import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.structured import Wish
 from octavo.frontend.http.tools import ToolUse
 from octavo.frontend.parsing.formats import GENERIC, CallSyntax, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
@@ -18,7 +18,7 @@ from octavo.frontend.parsing.grammar import MAX_CALLS, optional_calls, required_
 from octavo.frontend.parsing.reply import ReplyFormat
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import inline_json, json_options
-from octavo.grammar.source import check_ends, json_source, parsed_schema
+from octavo.grammar.source import parsed_schema
 from octavo.protocol.params import OutputConstraint, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -128,6 +128,12 @@ async def _grammar(
 ) -> StructuredOutputsParams | None:
     """What the reply is held to; checked."""
     syntax = tools.syntax if tools is not None else None
+    if use.functions:
+        try:
+            await llm.check_tool_parameters(use.functions)
+        except NotYet:
+            if use.must_call or use.strict:
+                raise
     if wish is not None:
         _check_combination(use, wish)
         if not use.must_call and (syntax is None or not _is_json(wish.params)):
@@ -182,22 +188,9 @@ async def _checked(
     llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse, syntax: CallSyntax, special: Mapping[str, int]
 ) -> StructuredOutputsParams:
     """`params`, if they can be used; if not, the tool that is to blame is named."""
-    for i, function in enumerate(use.functions):
-        where = f"tools[{i}].function.parameters"
-        try:
-            check_ends(function.get("parameters") or {}, where)
-        except InvalidRequest as error:
-            raise InvalidRequest(str(error), param="tools") from None
     try:
         await llm.check_structured_outputs(params)
     except InvalidRequest as error:
-        for i, function in enumerate(use.functions):
-            where = f"tools[{i}].function.parameters"
-            options: dict[str, Any] = json_options(lenient=not function.get("strict"))
-            try:
-                json_source(function.get("parameters") or {}, options, where)
-            except InvalidRequest as blamed:
-                raise InvalidRequest(str(blamed), param="tools") from None
         for i, function in enumerate(use.functions):
             try:
                 await llm.check_structured_outputs(StructuredOutputsParams(grammar=required_calls(syntax, [function], special, most=1)))

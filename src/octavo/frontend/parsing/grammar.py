@@ -83,15 +83,15 @@ def _call_rules(syntax: CallSyntax, tools: Sequence[Mapping[str, Any]], special:
         name = str(tool["name"])
         if syntax.before.endswith('"'):  # it stands in a JSON string
             name = json.dumps(name, ensure_ascii=False)[1:-1]
-        rules.append(f"arguments_{i}: {inline_json(_object(schema), options)}")
+        rules.append(f"arguments_{i}: {inline_json(_object(schema, lenient=not tool.get('strict')), options)}")
         bodies.append(f"{literal(name)} {literal(syntax.between, special)} arguments_{i} {literal(syntax.after, special)}")
     rules.append("call_body: " + " | ".join(bodies))
     return rules
 
 
-def _object(schema: Any) -> Any:
+def _object(schema: Any, *, lenient: bool) -> Any:
     """Arguments are an object, whether the schema says so or not, and have the properties that it names, unless it allows others."""
-    schema = prepared(schema, closed=True)
+    schema = prepared(schema, closed=True, lenient=lenient)
     if isinstance(schema, dict) and not {"type", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
         return {"type": "object", **schema}
     if isinstance(schema, dict) and isinstance(schema.get("type"), list):

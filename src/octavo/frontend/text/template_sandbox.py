@@ -7,9 +7,11 @@ fill the memory: loops, calls and repetition count against a `RenderBudget`.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any, NoReturn
 
@@ -25,6 +27,9 @@ MAX_SECONDS = 5.0
 MAX_CHARS = 1 << 24
 """Longest rendered prompt, and longest string or list a template may build."""
 MAX_WIDTH = 10_000
+MAX_SLOW_CHARS = 1 << 16
+"""For filters that take their time, inside of which no clock is looked at."""
+_NUMBER = re.compile(r"\d{8,}")
 _BUDGET = "_render_budget"
 _TICK = "_counted"
 
@@ -62,11 +67,14 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """
     pieces: list[str] = []
     size = 0
-    for piece in template.generate({**variables, _BUDGET: RenderBudget()}):
-        size += len(piece)
-        if size > MAX_CHARS:
-            raise TemplateTooLarge(f"it made more than {MAX_CHARS} characters")
-        pieces.append(piece)
+    try:
+        for piece in template.generate({**variables, _BUDGET: RenderBudget()}):
+            size += len(piece)
+            if size > MAX_CHARS:
+                raise TemplateTooLarge(f"it made more than {MAX_CHARS} characters")
+            pieces.append(piece)
+    except MemoryError:
+        raise TemplateTooExpensive("it needed more memory than there is") from None
     return "".join(pieces)
 
 
@@ -97,11 +105,12 @@ class _GenerationTag(Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**", "+"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
         self.filters.update({"tojson": _tojson, "center": _center, "indent": _indent, _TICK: _counted})
+        self.filters.update({name: _bounded(self.filters[name]) for name in ("join", "replace", "sum", "wordwrap", "format", "urlize")})
         self.globals.update({"raise_exception": _raise_exception, "strftime_now": _strftime_now})
         self.globals.pop("lipsum", None)
 
@@ -117,6 +126,11 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, int) and value > MAX_CHARS:
                     raise TemplateTooExpensive(f"it called a function with the number {value}")
+            owner, name = getattr(getattr(obj, "__wrapped__", obj), "__self__", None), getattr(obj, "__name__", "")
+            if isinstance(owner, str) and name in ("format", "format_map"):
+                _check_format(owner, ())
+            if isinstance(owner, str) and (size := _METHODS.get(name)) is not None:
+                _check_size(size(owner, *args, **kwargs))
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -124,6 +138,9 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**":
             if not all(isinstance(v, (int, float)) and abs(v) < 2**16 for v in (left, right)) or abs(right) > 64:
                 raise TemplateTooExpensive("it raised a number to a power that is too large")
+        elif operator == "%":
+            if isinstance(left, str):
+                _check_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "+":
             _check_size(_length(left) + _length(right))
         elif _length(left) or _length(right):
@@ -133,6 +150,72 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, (str, list, tuple)) else 0
+
+
+def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int:
+    """Characters of a text in which `old` has been replaced."""
+    if not isinstance(old, str) or not isinstance(new, str):
+        return len(str(text))
+    found = str(text).count(old)
+    if isinstance(count, int) and count >= 0:
+        found = min(found, count)
+    return len(str(text)) + found * (len(new) - len(old))
+
+
+def _joined(separator: Any, parts: Any = ()) -> int:
+    """Characters of what a text joins; iterators are bounded by what made them."""
+    if not isinstance(parts, (list, tuple, str)):
+        return 0
+    return sum(map(_written, parts)) + len(str(separator)) * max(len(parts) - 1, 0)
+
+
+_METHODS: dict[str, Callable[..., int]] = {
+    "replace": _replaced,
+    "join": _joined,
+    "expandtabs": lambda text, tabsize=8: len(text) + text.count("\t") * (tabsize if isinstance(tabsize, int) else 8),
+    "translate": lambda text, table=None: (
+        len(text) * max((_length(v) for v in table.values()), default=1) if isinstance(table, dict) else 0
+    ),
+}
+"""How long the result of a text's method will be, for those that can make much of little."""
+
+
+def _written(value: Any) -> int:
+    return len(value) if isinstance(value, str) else len(str(value))
+
+
+def _check_format(text: str, values: Iterable[Any]) -> None:
+    """Widths stand in the text itself, or come as numbers."""
+    widths = [int(digits[:20]) for digits in _NUMBER.findall(text)]
+    for width in (*widths, *(abs(v) for v in values if isinstance(v, int) and "*" in text)):
+        if width > MAX_CHARS:
+            raise TemplateTooExpensive(f"it formatted a text to a width of {width}")
+
+
+def _bounded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of Jinja that can make much of little, or take long over it, with a bound on what it may make."""
+    name = plain.__name__.removeprefix("do_").removeprefix("sync_")
+    skip = 1 if hasattr(plain, "jinja_pass_arg") else 0
+
+    @functools.wraps(plain)  # Jinja's notes on how it is called, too
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        value, rest = args[skip], list(args[skip + 1 :])
+        if name == "replace":
+            _check_size(_replaced(value, *(rest or [kwargs.get("old", "")]), **{k: v for k, v in kwargs.items() if k != "old"}))
+        elif name == "join":
+            separator = rest[0] if rest else kwargs.get("d", "")
+            if not isinstance(value, (list, tuple, str)):
+                args = (*args[:skip], value := list(value), *rest)
+            _check_size(_joined(separator, value))
+        elif name == "format":
+            _check_format(str(value), (*rest, *kwargs.values()))
+        elif name in ("wordwrap", "urlize") and len(str(value)) > MAX_SLOW_CHARS:
+            raise TemplateTooExpensive(f"it gave more than {MAX_SLOW_CHARS} characters to the filter {name}")
+        elif name == "sum" and isinstance(value, (list, tuple)):
+            _check_size(sum(map(_length, value)))
+        return plain(*args, **kwargs)
+
+    return bounded
 
 
 def _check_size(size: Any) -> None:
