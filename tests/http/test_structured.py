@@ -99,6 +99,11 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
         ({"structured_outputs": {"choice": ["a"]}, "use_beam_search": True, "n": 2}, "use_beam_search", "combined"),
         ({"response_format": {"type": "yaml"}}, "response_format", "yaml"),
         ({"guided_json": {"$ref": "#"}}, "guided_json", "no text can match"),
+        (
+            {"guided_json": {"type": "object", "properties": {"a": {"pattern": r"^[^\s\S]$", "type": "string"}}, "required": ["a"]}},
+            "guided_json",
+            "at $.properties.a: ",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format", "no text can match"),
         ({"structured_outputs": {"grammar": 'start: start "a"'}}, "structured_outputs", "grammar cannot be used: no text can match"),
         ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "regex cannot be used: no text can match"),

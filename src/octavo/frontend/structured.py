@@ -17,9 +17,10 @@ import msgspec
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.grammar.compiler import engine_tokenizer
+from octavo.grammar.json_schema import Path, failing_path, pointer
 from octavo.grammar.lark import json_options
 from octavo.grammar.reach import emptiness, other_than_blanks
-from octavo.grammar.source import grammar_source, json_source
+from octavo.grammar.source import grammar_source, json_source, parsed_schema
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
 
@@ -99,7 +100,26 @@ class GrammarDoor:
                 name for name in ("json_object", "json", "regex", "choice", "grammar", "structural_tag") if getattr(wish, name) is not None
             )
             what = "structured_outputs: the JSON schema" if kind.startswith("json") else f"structured_outputs.{kind}"
+            if wish.json is not None:
+                place, problem = self._place(wish, problem)
+                problem = f"at {pointer(place)}: {problem}"
             raise InvalidRequest(f"{what} cannot be used: {problem}", param="structured_outputs")
+
+    def _place(self, wish: StructuredOutputsParams, problem: str) -> tuple[Path, str]:
+        """The part of a schema that is to blame for what `emptiness` says of the whole."""
+        schema = parsed_schema(wish.json, "structured_outputs")
+        assert self._tokenizer is not None
+        tokenizer, vocabulary = self._tokenizer
+
+        def problem_of(part: Any) -> str:
+            if part is schema or not isinstance(part, dict):
+                return problem if part is schema else ""
+            try:
+                return emptiness(json_source(part, json_options(compact=True), "structured_outputs"), tokenizer, vocabulary)
+            except InvalidRequest:  # it cannot stand alone
+                return ""
+
+        return failing_path(schema, problem_of)
 
     async def prepare(self, wish: StructuredOutputsParams) -> None:
         """Check `wish` in a thread, so that `source` answers at once.
