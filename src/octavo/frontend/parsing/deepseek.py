@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from octavo.frontend.parsing.machine import MAX_NAME, JsonSpan, Machine, first_marker, undecided
+from octavo.frontend.parsing.machine import MAX_NAME, Machine
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -26,17 +26,12 @@ class DeepSeekCalls(Machine):
         super().__init__(self._free_text)
         self._names = names
         self._header = ""
-        self._span = JsonSpan()
 
     def _free_text(self) -> bool:
         markers = (CALLS_BEGIN, CALL_BEGIN, CALLS_END)
-        found = first_marker(self._buffer, markers)
-        if found is None:
-            end = len(self._buffer) if self._final else undecided(self._buffer, markers)
-            self._text(self._take(end))
-            return end > 0
-        at, marker = found
-        self._text(self._take(at))
+        marker, moved = self._up_to_marker(markers)
+        if marker is None:
+            return moved
         if marker == CALLS_END:
             self._take(len(marker))
             return True
@@ -79,7 +74,7 @@ class DeepSeekCalls(Machine):
             self._take(1)
             return True
         if self._buffer[0] == "{":
-            self._begin_arguments(self._header)
+            self._begin_json(self._header, self._behind_arguments)
             return True
         at = self._buffer.find("{")
         if at < 0:
@@ -92,23 +87,7 @@ class DeepSeekCalls(Machine):
             self._give_up()
             return True
         self._take(at)
-        self._begin_arguments(name.strip())
-        return True
-
-    def _begin_arguments(self, name: str) -> None:
-        self._start_call(name)
-        self._span = JsonSpan()
-        self._state = self._in_arguments
-
-    def _in_arguments(self) -> bool:
-        for count, char in enumerate(self._buffer, start=1):
-            self._span.feed(char)
-            if self._span.done:
-                self._arguments(self._take(count))
-                self._end_call()
-                self._state = self._behind_arguments
-                return True
-        self._arguments(self._take(len(self._buffer)))
+        self._begin_json(name.strip(), self._behind_arguments)
         return True
 
     def _behind_arguments(self) -> bool:
@@ -131,10 +110,6 @@ class DeepSeekCalls(Machine):
         line, ended, _ = self._buffer.partition("\n")
         written = line.strip() if ended else ""
         return next((name for name in (written, self._header) if name in self._names), None)
-
-    def _give_up(self) -> None:
-        self._no_call()
-        self._state = self._free_text
 
 
 def deepseek(names: Container[str], **_: Any) -> Machine:

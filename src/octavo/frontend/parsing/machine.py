@@ -41,6 +41,9 @@ class Machine:
     """
 
     def __init__(self, start: State) -> None:
+        self._span = JsonSpan()
+        self._behind_json = start
+        """Where it goes on behind arguments in JSON."""
         self._buffer = ""
         self._events: list[Event] = []
         self._state = start
@@ -97,6 +100,10 @@ class Machine:
         """The reply ends in a call: what is known of its arguments and has not been reported."""
         return ""
 
+    def _free_text(self) -> bool:
+        """The state of text in which a call may begin."""
+        raise NotImplementedError
+
     def _run(self) -> list[Event]:
         self._run_into_events()
         return self._flush()
@@ -145,10 +152,47 @@ class Machine:
         self._after_call = True
         self._raw = None
 
-    def _no_call(self) -> None:
+    def _up_to_marker(self, markers: Sequence[str]) -> tuple[str | None, bool]:
+        """Give out the text before the first of the markers, which is then the beginning of the buffer.
+
+        Returns:
+            (the marker, if it is there already; whether anything was consumed or found)
+        """
+        found = first_marker(self._buffer, markers)
+        if found is not None:
+            at, marker = found
+            self._text(self._take(at))
+            return marker, True
+        end = len(self._buffer) if self._final else undecided(self._buffer, markers)
+        self._text(self._take(end))
+        return None, end > 0
+
+    def _begin_json(self, name: str, behind: State) -> None:
+        """A call whose arguments, in JSON, the buffer begins with.
+
+        Args:
+            behind: the state after them.
+        """
+        self._start_call(name)
+        self._span, self._behind_json = JsonSpan(), behind
+        self._state = self._in_json
+
+    def _in_json(self) -> bool:
+        for count, char in enumerate(self._buffer, start=1):
+            self._span.feed(char)
+            if self._span.done:
+                self._arguments(self._take(count))
+                self._end_call()
+                self._state = self._behind_json
+                return True
+        self._arguments(self._take(len(self._buffer)))
+        return True
+
+    def _give_up(self) -> None:
         """What looked like a call is text after all."""
         raw, self._raw = self._raw or "", None
         self._text(raw)
+        self._state = self._free_text
 
 
 class JsonSpan:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
-from octavo.frontend.parsing.machine import Machine, first_marker, undecided
+from octavo.frontend.parsing.machine import Machine
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_CALL = 100_000
@@ -44,13 +44,9 @@ class PythonicCalls(Machine):
 
     def _free_text(self) -> bool:
         """Only the markers can bring calls now."""
-        found = first_marker(self._buffer, (START, END))
-        if found is None:
-            end = len(self._buffer) if self._final else undecided(self._buffer, (START, END))
-            self._text(self._take(end))
-            return end > 0
-        at, marker = found
-        self._text(self._take(at))
+        marker, moved = self._up_to_marker((START, END))
+        if marker is None:
+            return moved
         self._take(len(marker))
         if marker == START:
             self._state = self._beginning
@@ -112,27 +108,12 @@ class PythonicCalls(Machine):
                 return name, arguments[:-1] if len(arguments) > 2 else ""
         return None
 
-    def _give_up(self) -> None:
-        self._no_call()
-        self._state = self._free_text
-
 
 def _end_of_call(text: str) -> int | None:
     """Where the call at the beginning of `text` ends (behind its closing bracket, or where it cannot be one); None if not yet."""
-    depth, quote, escaped = 0, "", False
-    for i, char in enumerate(text):
-        if quote:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == quote:
-                quote = ""
-        elif char in "\"'":
-            if not depth:
-                return i + 1
-            quote = char
-        elif char in "([{":
+    depth = 0
+    for i, char in _outside_strings(text):
+        if char in "([{":
             depth += 1
         elif char in ")]}":
             depth -= 1
@@ -145,18 +126,9 @@ def _end_of_call(text: str) -> int | None:
 
 def _ends_of_arguments(text: str) -> list[int]:
     """Where the beginning of a call may be cut so that what is left is whole arguments; the last place first."""
-    places, depth, quote, escaped = list[int](), 0, "", False
-    for i, char in enumerate(text):
-        if quote:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == quote:
-                quote = ""
-        elif char in "\"'":
-            quote = char
-        elif char in "([{":
+    places, depth = list[int](), 0
+    for i, char in _outside_strings(text):
+        if char in "([{":
             depth += 1
             if depth == 1:
                 places.append(i + 1)
@@ -165,6 +137,22 @@ def _ends_of_arguments(text: str) -> list[int]:
         elif char == "," and depth == 1:
             places.append(i)
     return places[::-1]
+
+
+def _outside_strings(text: str) -> Iterator[tuple[int, str]]:
+    """(place, character) of what stands outside of Python's strings, and of the quotes that open them."""
+    quote, escaped = "", False
+    for i, char in enumerate(text):
+        if not quote:
+            if char in "\"'":
+                quote = char
+            yield i, char
+        elif escaped:
+            escaped = False
+        elif char == "\\":
+            escaped = True
+        elif char == quote:
+            quote = ""
 
 
 def _parsed(source: str, names: Container[str]) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Container, Mapping
 from typing import Any
 
-from octavo.frontend.parsing.machine import MAX_NAME, Machine, first_marker, undecided
+from octavo.frontend.parsing.machine import MAX_NAME, Machine, undecided
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -33,13 +33,9 @@ class QwenXmlCalls(Machine):
 
     def _free_text(self) -> bool:
         markers = (CALL, FUNCTION)
-        found = first_marker(self._buffer, markers)
-        if found is None:
-            end = len(self._buffer) if self._final else undecided(self._buffer, markers)
-            self._text(self._take(end))
-            return end > 0
-        at, marker = found
-        self._text(self._take(at))
+        marker, moved = self._up_to_marker(markers)
+        if marker is None:
+            return moved
         self._begin_region()
         self._take(len(marker))
         self._state = self._in_name if marker == FUNCTION else self._before_function
@@ -125,10 +121,6 @@ class QwenXmlCalls(Machine):
             return False
         self._state = self._free_text
         return True
-
-    def _give_up(self) -> None:
-        self._no_call()
-        self._state = self._free_text
 
 
 def _typed(text: str, schema: Any) -> Any:

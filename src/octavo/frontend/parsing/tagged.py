@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from octavo.frontend.parsing.call_object import CallObject, NotACall
-from octavo.frontend.parsing.machine import MAX_NAME, JsonSpan, Machine, first_marker, undecided
+from octavo.frontend.parsing.machine import MAX_NAME, Machine, first_marker, undecided
 
 
 class TaggedCalls(Machine):
@@ -45,7 +45,6 @@ class TaggedCalls(Machine):
         self._list = False
         self._some_in_list = False
         self._object: CallObject | None = None
-        self._span = JsonSpan()
 
     # Text
 
@@ -63,18 +62,14 @@ class TaggedCalls(Machine):
         return True
 
     def _free_text(self) -> bool:
-        found = first_marker(self._buffer, self._opens)
-        if found is not None:
-            at, marker = found
-            self._text(self._take(at))
-            self._begin_region()
-            self._take(len(marker))
-            self._bare = False
-            self._state = self._body
-            return True
-        end = len(self._buffer) if self._final else undecided(self._buffer, self._opens)
-        self._text(self._take(end))
-        return end > 0
+        marker, moved = self._up_to_marker(self._opens)
+        if marker is None:
+            return moved
+        self._begin_region()
+        self._take(len(marker))
+        self._bare = False
+        self._state = self._body
+        return True
 
     # Calls
 
@@ -173,20 +168,7 @@ class TaggedCalls(Machine):
         if at < 0:
             return False
         self._take(at)
-        self._start_call(self._pending_name)
-        self._span = JsonSpan()
-        self._state = self._in_arguments
-        return True
-
-    def _in_arguments(self) -> bool:
-        for count, char in enumerate(self._buffer, start=1):
-            self._span.feed(char)
-            if self._span.done:
-                self._arguments(self._take(count))
-                self._end_call()
-                self._state = self._behind
-                return True
-        self._arguments(self._take(len(self._buffer)))
+        self._begin_json(self._pending_name, self._behind)
         return True
 
     def _behind(self) -> bool:
@@ -233,10 +215,8 @@ class TaggedCalls(Machine):
         return found[1] if found else ""
 
     def _give_up(self) -> None:
-        """This is no call: what was read is text."""
         self._list = False
-        self._no_call()
-        self._state = self._free_text
+        super()._give_up()
 
 
 def hermes(names: Container[str], **_: Any) -> Machine:
