@@ -115,9 +115,7 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     role = settings.response_role
     if body.add_generation_prompt is False and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))
-    as_ids = settings.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
-    wants = body.stream_options
-    include_usage = bool(body.stream) and (settings.enable_force_include_usage or bool(wants and wants.include_usage))
+    include_usage, continuous_usage = ctx.streamed_usage(body)
     options = ChatOptions(
         id=job_id,
         created=int(time.time()),
@@ -129,12 +127,12 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
         prompt_text=prompt.text or "",
         prompt_token_ids=prompt.token_ids,
         top_logprobs=top_logprobs,
-        names=TokenNames(ctx.llm, as_ids=as_ids),
+        names=TokenNames(ctx.llm, as_ids=ctx.shows_ids(body)),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         return_prompt_text=bool(body.return_prompt_text),
         include_usage=include_usage,
-        continuous_usage=include_usage and bool(wants and wants.continuous_usage_stats),
+        continuous_usage=continuous_usage,
         usage_details=settings.enable_prompt_tokens_details,
         plan=plan,
         include_reasoning=body.include_reasoning is not False,

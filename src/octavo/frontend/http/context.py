@@ -24,7 +24,7 @@ from octavo.frontend.http.body import read_request
 from octavo.frontend.http.errors import MAX_INPUT_CHARS, short_repr
 from octavo.frontend.http.peers import Alone, Peers
 from octavo.frontend.http.responses.store import ResponseStore
-from octavo.frontend.http.schemas import Schema
+from octavo.frontend.http.schemas import GenerationRequest, Schema
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
 from octavo.observe.metrics import Metrics
@@ -95,6 +95,17 @@ class ServerContext:
         self._report_unknown(body)
         self.check_model(getattr(body, "model", None))
         return body
+
+    def shows_ids(self, body: GenerationRequest) -> bool:
+        """Whether tokens are spelled `token_id:123` in the reply."""
+        wish = body.return_tokens_as_token_ids
+        return self.settings.return_tokens_as_token_ids if wish is None else wish
+
+    def streamed_usage(self, body: GenerationRequest) -> tuple[bool, bool]:
+        """Whether a stream tells its usage (at the end, in every chunk)."""
+        wants = body.stream_options
+        at_end = bool(body.stream) and (self.settings.enable_force_include_usage or bool(wants and wants.include_usage))
+        return at_end, at_end and bool(wants and wants.continuous_usage_stats)
 
     def check_model(self, name: str | None) -> None:
         """No name means the base model.

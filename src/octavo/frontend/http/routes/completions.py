@@ -86,9 +86,7 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
     if prompt_only:
         for prompt in encoded:
             check_token_ids(ctx.llm, prompt.token_ids, "prompt")
-    as_ids = settings.return_tokens_as_token_ids if body.return_tokens_as_token_ids is None else body.return_tokens_as_token_ids
-    wants = body.stream_options
-    include_usage = bool(body.stream) and (settings.enable_force_include_usage or bool(wants and wants.include_usage))
+    include_usage, continuous_usage = ctx.streamed_usage(body)
     options = CompletionOptions(
         id=job_id,
         created=int(time.time()),
@@ -100,11 +98,11 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
         prompt_only=prompt_only,
         logprobs=body.logprobs is not None,
         skip_special_tokens=params.skip_special_tokens,
-        names=TokenNames(ctx.llm, as_ids=as_ids),
+        names=TokenNames(ctx.llm, as_ids=ctx.shows_ids(body)),
         prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         include_usage=include_usage,
-        continuous_usage=include_usage and bool(wants and wants.continuous_usage_stats),
+        continuous_usage=continuous_usage,
         usage_details=settings.enable_prompt_tokens_details,
     )
     job = Job(
