@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.config.typed_json import MAX_SIZE, TypedJson
 from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.layers.rope import (
     DynamicNtkScaling,
@@ -17,23 +18,12 @@ from octavo.layers.rope import (
     YarnScaling,
 )
 
-MAX_SIZE = 2**31 - 1
-"""No dimension of a real model comes near; a larger one is a damaged config."""
 
-
-class HfConfig:
-    """A config.json, or one level of it. A key that is absent or null takes the default; without a default it is required."""
+class HfConfig(TypedJson):
+    """A config.json, or one level of it. A key without a default is required."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
-        self.values = values
-        self.where = where
-
-    def fail(self, key: str, rule: str) -> CheckpointError:
-        given = repr(self.values[key]) if key in self.values else "nothing"
-        return CheckpointError(f"{self.where}: {key} must be {rule}, got {given}.")
-
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        super().__init__(values, where)
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self.values.get(key)
@@ -54,22 +44,6 @@ class HfConfig:
             raise self.fail(key, "a number greater than 0")
         return float(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(key, "true or false")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.fail(key, "a string")
-        return value
-
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         value = self.values.get(key)
         good = isinstance(value, (list, tuple)) and len(value) == count
@@ -82,14 +56,6 @@ class HfConfig:
         return HfConfig(
             {usual: self.values[theirs] for theirs, usual in names.items() if theirs in self.values} | dict(self.values), self.where
         )
-
-    def section(self, key: str) -> HfConfig:
-        value = self.values.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise self.fail(key, "an object")
-        return HfConfig(value, f"{self.where}: {key}")
 
 
 def rope_spec(

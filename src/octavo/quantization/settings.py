@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from octavo.errors import CheckpointError, UnsupportedModel
-
-MAX_SIZE = 2**31 - 1
-"""No dimension of a real weight comes near."""
+from octavo.config.typed_json import MAX_SIZE, TypedJson
+from octavo.errors import UnsupportedModel
 
 
-class Settings:
-    """One level of a quantization_config. A key that is absent or null takes the default."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def fail(self, key: str, rule: str) -> CheckpointError:
-        given = repr(self.values[key]) if key in self.values else "nothing"
-        return CheckpointError(f"{self.where}: {key} must be {rule}, got {given}.")
-
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+class Settings(TypedJson):
+    """One level of a quantization_config."""
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         """The first of the keys that is there: the same thing under the names of different tools."""
@@ -53,29 +39,9 @@ class Settings:
             raise self.fail(next(k for k in keys if self.has(k)), "a number greater than 0, or -1 for one group a row")
         return value
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(key, "true or false")
-        return value
-
     def text(self, key: str, default: str) -> str:
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.fail(key, "a string")
-        return value.lower()
-
-    def section(self, key: str) -> Settings:
-        value = self.values.get(key)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise self.fail(key, "an object")
-        return Settings(value, f"{self.where}: {key}")
+        """In lower case: tools differ in how they write names."""
+        return super().text(key, default).lower()
 
     def block_size(self, key: str) -> tuple[int, int] | None:
         """Rows and columns of a block that shares a scale; None: there are no blocks."""
