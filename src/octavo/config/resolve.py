@@ -71,8 +71,6 @@ _FOREIGN_ATTENTION = frozenset(
 )
 MAX_CPU_RANKS = 64
 MAX_LENGTH = 2**31 - 1
-DEQUANTISED = frozenset({"mxfp4"})
-"""`quant_method`s whose weights are made floating-point at load; the model's family decides whether it has them."""
 _BIG_GPU = 70 * 2**30
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
 

@@ -46,7 +46,7 @@ class EngineClient(Protocol):
         """Give up the blocks of held requests."""
 
 
-class RemoteClient(Protocol):
+class RemoteClient(EngineClient, Protocol):
     """A client of an engine in another process, as `AsyncLLM` uses it: supervised here, or by the process that we belong to."""
 
     vocabulary: Callable[[], Vocabulary] | None
@@ -56,10 +56,6 @@ class RemoteClient(Protocol):
     async def close(self) -> None: ...
 
     def add(self, request: NewRequest, sink: Sink, *, bounded: bool = True) -> None: ...
-
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
-
-    def release(self, request_ids: list[str]) -> None: ...
 
     @property
     def state(self) -> State: ...

@@ -98,15 +98,11 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
                     begin = None if reader is None or dtype not in _CODES else begins[name]
                     raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
                     nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
-                    # packed numbers are for those who ask for bytes
-                    copy = _byte_copier(file, name, path) if dtype == "U8" else _refuser(name, dtype, path)
-                    yield StoredTensor(name, shape, nbytes, path, copy, raw=raw, dtype=_CODES.get(dtype))
+                    yield StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
                     continue
                 nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
-                copy = _copier(file, name, path)
-                if reader is not None:
-                    copy = _direct(copy, reader, path, begins[name], _DTYPES[dtype])
-                region = _region_copier(file, name, path, None if reader is None else _Place(reader, begins[name], dtype))
+                place = None if reader is None else _Place(reader, begins[name], _DTYPES[dtype])
+                copy, region = _copier(file, name, path, place), _region_copier(file, name, path, place)
                 raw = _raw(file, name, path, reader, begins.get(name), _DTYPES[dtype], shape)
                 yield StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
     except (SafetensorError, OSError) as e:
@@ -128,43 +124,27 @@ def _refuser(name: str, dtype: str, path: str) -> Callable[[torch.Tensor], None]
     return copy_into
 
 
-def _byte_copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
-    def copy_into(destination: torch.Tensor) -> None:
-        if destination.dtype != torch.uint8:
-            _refuser(name, "U8", path)(destination)
-        destination.copy_(_read(file, name, path))
-
-    return copy_into
-
-
-def _copier(file: Any, name: str, path: str) -> Callable[[torch.Tensor], None]:
-    def copy_into(destination: torch.Tensor) -> None:
-        destination.copy_(_read(file, name, path))
-
-    return copy_into
-
-
-def _direct(
-    copy: Callable[[torch.Tensor], None], reader: ParallelReader, path: str, offset: int, dtype: torch.dtype
-) -> Callable[[torch.Tensor], None]:
-    """`copy`, but by the reader where the file's bytes are what the destination is to hold."""
-
-    def copy_into(destination: torch.Tensor) -> None:
-        if destination.device.type != "cpu" and destination.dtype == dtype and destination.is_contiguous():
-            reader.read(path, offset, destination)
-        else:
-            copy(destination)
-
-    return copy_into
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where a tensor lies in its file, and who can read from there."""
 
     reader: ParallelReader
     offset: int
-    dtype: str
+    dtype: torch.dtype
+
+    def suits(self, destination: torch.Tensor) -> bool:
+        """Whether the file's bytes are what the destination is to hold."""
+        return destination.device.type != "cpu" and destination.dtype == self.dtype and destination.is_contiguous()
+
+
+def _copier(file: Any, name: str, path: str, place: _Place | None) -> Callable[[torch.Tensor], None]:
+    def copy_into(destination: torch.Tensor) -> None:
+        if place is not None and place.suits(destination):
+            place.reader.read(path, place.offset, destination)
+        else:
+            destination.copy_(_read(file, name, path))
+
+    return copy_into
 
 
 def _region_copier(file: Any, name: str, path: str, place: _Place | None) -> Callable[[tuple[slice, ...], torch.Tensor], None]:
@@ -172,9 +152,8 @@ def _region_copier(file: Any, name: str, path: str, place: _Place | None) -> Cal
         view = file.get_slice(name)
         row = math.prod(view.get_shape()[1:])
         whole_rows = all(part == slice(0, size) for part, size in zip(region[1:], view.get_shape()[1:], strict=True))
-        direct = place is not None and whole_rows and destination.device.type != "cpu" and destination.is_contiguous()
-        if place is not None and direct and destination.dtype == _DTYPES[place.dtype]:
-            place.reader.read(path, place.offset + region[0].start * row * _DTYPES[place.dtype].itemsize, destination)
+        if place is not None and whole_rows and place.suits(destination):
+            place.reader.read(path, place.offset + region[0].start * row * place.dtype.itemsize, destination)
             return
         try:
             part = view[region]

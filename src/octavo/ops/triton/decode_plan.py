@@ -52,7 +52,7 @@ class DecodeCapacity:
     parts: int
     """Places for partial results."""
     cuts: int
-    """Shares that all rows' work is divided into; a row longer than its share is cut. 0: batch-invariant, cut at fixed places."""
+    """Shares that all rows' work is divided into; a row longer than its share is cut."""
     at_once: int
     """Items that start together; the others follow where one ends."""
     members: int = 0
