@@ -73,6 +73,8 @@ class LinkWriter:
             data = self._socket.recv(_READ)
         except BlockingIOError:
             return []
+        except ConnectionResetError:  # it ended with something of ours unread: an end like any other
+            return None
         except OSError as e:
             self.lost = e.strerror or str(e)
             return None
