@@ -69,7 +69,7 @@ class InvariantAttention:
         *,
         scales: Mapping[int, KvScales] | None = None,
     ) -> None:
-        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales)
+        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales, batch_invariant=True)
         self._layers = layers
         self._geometries = [Geometry.of(layer) for layer in layers]
         self._device = device

@@ -34,6 +34,7 @@ class PagedCache:
     Args:
         dtype: of the cache: bfloat16, float16 or float8_e4m3fn.
         scales: of a float8 cache, by layer; layers without any have 1.0. Other caches ignore them.
+        batch_invariant: what is written for a token has the same bits however many are written with it.
     """
 
     def __init__(
@@ -44,9 +45,12 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
         scales: Mapping[int, KvScales] | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.block_size = block_size
         self.dtype = dtype
+        self._batch_invariant = batch_invariant
         self._allocations: list[torch.Tensor] = []
         self._caches: list[torch.Tensor] = [torch.empty(0)] * len(layers)
         shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
@@ -116,4 +120,5 @@ class PagedCache:
             eps=1e-6 if qk_norm is None else qk_norm.eps,
             k_scale=scale.k,
             v_scale=scale.v,
+            batch_invariant=self._batch_invariant,
         )

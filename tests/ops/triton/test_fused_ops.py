@@ -221,3 +221,23 @@ def test_tokens_are_published_line_by_line(device: torch.device) -> None:
     assert ring[0].tolist() == [*range(1300), *[-9] * 200], "a third step of no rows changes nothing"
     assert ring[1].tolist() == [1, 2, *[-9] * 1498]
     assert turn.item() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_rope_cache_of_many_tokens_has_the_bits_of_few(head_dim: int, device: torch.device) -> None:
+    heads, kv_heads, block, tokens = 8, 2, 16, 1100
+    dtype = torch.bfloat16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device).to(dtype)
+    positions, slots = torch.arange(tokens, device=device), torch.arange(tokens, device=device) + block
+    weights, cos_sin = torch.randn(2, head_dim, device=device).to(dtype), rope_table(tokens, head_dim, device)
+    found = []
+    for chunk in (tokens, 100):
+        caches = [torch.zeros(tokens // block + 3, kv_heads, block, head_dim, device=device, dtype=dtype) for _ in range(2)]
+        parts = []
+        for at in range(0, tokens, chunk):
+            part = slice(at, at + chunk)
+            args = (qkv[part].clone(), positions[part], cos_sin, slots[part], *caches, heads)
+            parts.append(rope_cache(*args, q_weight=weights[0], k_weight=weights[1], batch_invariant=True))
+        found.append((torch.cat(parts), *caches))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

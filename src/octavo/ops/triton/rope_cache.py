@@ -154,6 +154,7 @@ def rope_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     keep_keys: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate q and k, store k and v in the cache.
 
@@ -165,6 +166,7 @@ def rope_cache(
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim], same strides, each head's block contiguous.
         q_weight, k_weight: [head_dim]: RMSNorm over each head before the rotation (both or neither).
         k_scale, v_scale: float32, [1] or [kv_heads]: cached number * scale = value (both or neither).
+        batch_invariant: one form however many tokens there are: larger thread blocks add up a norm in another order.
 
     Returns:
         [tokens, heads, head_dim] the rotated q, a view of qkv.
@@ -177,7 +179,7 @@ def rope_cache(
     scaled = k_scale is not None and v_scale is not None
     groups = triton.cdiv(num_heads, _HEADS_AT_ONCE) + 2 * triton.cdiv(num_kv_heads, _HEADS_AT_ONCE)
     overlap = overlap_supported(qkv.device)
-    at_once = _TOKENS_AT_ONCE if tokens >= _MANY_TOKENS else 1
+    at_once = _TOKENS_AT_ONCE if tokens >= _MANY_TOKENS and not batch_invariant else 1
     if tokens:
         _rope_cache_kernel[(triton.cdiv(tokens, at_once), groups)](
             qkv,
