@@ -1,6 +1,7 @@
 """Linear layers with low-bit weights on a GPU.
 
-* Few rows: one launch reads the weight as it is stored. Inputs are taken as they are: rounding them would save nothing, and cost accuracy.
+* Few rows: one launch reads the weight as it is stored: the CUDA C++ kernels of `ops.cuda` where they can run, else Triton's. Inputs
+  are taken as they are: rounding them to 8 bits would save nothing, and cost accuracy.
 * Many rows: where the checkpoint was made for rounded inputs, 8-bit products (cuBLAS); else the weight is unpacked, once a step, for a
   product in x's dtype.
 """
@@ -8,11 +9,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
+from octavo.ops.cuda import low_bit as cuda
+from octavo.ops.cuda.compiler import CompilerError
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
 from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
 from octavo.ops.triton.launch import sm_count
@@ -20,6 +24,8 @@ from octavo.ops.triton.low_bit_matmul import LowBit, add_sparse, low_bit_layout,
 from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
 from octavo.ops.triton.round_rows import round_rows, scaled_sums
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
+
+logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -29,6 +35,7 @@ class LowBitLinear:
 
     def __init__(self) -> None:
         self._workspace: SkinnyWorkspace | None = None
+        self._compiles = True
 
     def pack(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
@@ -36,7 +43,7 @@ class LowBitLinear:
             return DenseWeight.plain(dequantize(rows, dtype))
         weight = pack_coded(rows, dtype)
         if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
-            self._reserve(weight)
+            self._reserve(weight, dtype)
         return weight
 
     def linear(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor:
@@ -44,31 +51,73 @@ class LowBitLinear:
         if x.dtype not in _HALF or not len(x):
             return low_bit_linear(x, weight, bias)
         layout, rows = low_bit_layout(weight), x.shape[0]
+        if (native := self._native(weight, x.dtype, bias, rows)) is not None:
+            try:
+                return _with_outliers(weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, *native))
+            except CompilerError as error:
+                logger.warning("A CUDA kernel for low-bit weights could not be compiled, slower ones take its place: %s", error)
+                self._compiles = False
         tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
         if tuning is None:
-            if (out := _eight_bit_product(x, weight, bias)) is not None:
-                return out
+            if (rounded := _eight_bit_product(x, weight, bias)) is not None:
+                return rounded
             x = _in_order(x, weight)
             out = F.linear(x, unpack_weight(weight, x.dtype), bias)
         else:
             x = _in_order(x, weight)
             x = x if x.stride(-1) == 1 else x.contiguous()
             out = low_bit_matmul(x, weight, bias, self._workspace, tuning)
-        if isinstance(weight, TableWeight):
-            add_sparse(x, weight, out)
-        return out
+        return _with_outliers(weight, x, out)
 
-    def _reserve(self, weight: LowBit) -> None:
-        layout, device = low_bit_layout(weight), weight.data.device
+    def _native(
+        self, weight: LowBit, dtype: torch.dtype, bias: torch.Tensor | None, rows: int
+    ) -> tuple[cuda.Form, cuda.Tuning, SkinnyWorkspace | None] | None:
+        """How the CUDA C++ kernels multiply so many rows, where they do."""
+        device = weight.data.device
+        if not self._compiles or rows > _most_rows(weight) or cuda.architecture(device) is None:
+            return None
+        if (form := cuda.form_of(weight, dtype, bias=bias is not None)) is None:
+            return None
+        tuning = cuda.choice(form, weight.out_features, low_bit_layout(weight).inner, rows, sm_count(device))
+        return None if tuning is None else (form, tuning, self._workspace)
+
+    def _reserve(self, weight: LowBit, dtype: torch.dtype) -> None:
+        """Make the workspace large enough for any number of rows, and have the kernels compiled meanwhile."""
+        layout, device, columns = low_bit_layout(weight), weight.data.device, weight.out_features
+        for rows in range(1, _most_rows(weight) + 1):
+            if (native := self._native(weight, dtype, None, rows)) is not None:
+                cuda.prepare(*native[:2], layout.inner, device)
+                self._enlarge(*cuda.workspace_size(rows, columns, native[1]), device)
         for rows in ROW_CLASSES:
-            tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(device))
-            if tuning is None or tuning.split == 1:
-                continue
-            elements, tiles = workspace_size(rows, weight.out_features, tuning)
-            old = self._workspace
-            if old is None or elements > len(old.parts) or tiles > len(old.counters):
-                sizes = (elements, tiles) if old is None else (max(elements, len(old.parts)), max(tiles, len(old.counters)))
-                self._workspace = SkinnyWorkspace.allocate(*sizes, device)
+            tuning = choice(layout.kind, columns, layout.inner, layout.group, rows, sm_count(device))
+            if tuning is not None and tuning.split > 1:
+                self._enlarge(*workspace_size(rows, columns, tuning), device)
+
+    def _enlarge(self, elements: int, tiles: int, device: torch.device) -> None:
+        old = self._workspace
+        if old is None or elements > len(old.parts) or tiles > len(old.counters):
+            sizes = (elements, tiles) if old is None else (max(elements, len(old.parts)), max(tiles, len(old.counters)))
+            self._workspace = SkinnyWorkspace.allocate(*sizes, device)
+
+
+_MOST_ROWS_BEFORE_8_BITS = 16
+"""From here on, products of inputs rounded to 8 bits are faster, where a weight was made for them."""
+
+
+def _most_rows(weight: LowBit) -> int:
+    """That the CUDA C++ kernels are asked for."""
+    rounds = isinstance(weight, (Int8Weight, Float8Weight)) and weight.activations.kind != "float"
+    return _MOST_ROWS_BEFORE_8_BITS if rounds else cuda.MOST_ROWS
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _with_outliers(weight: LowBit, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, TableWeight):
+        add_sparse(x, weight, out)
+    return out
 
 
 def _in_order(x: torch.Tensor, weight: LowBit) -> torch.Tensor:

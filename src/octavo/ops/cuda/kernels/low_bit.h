@@ -1,0 +1,209 @@
+// Low-bit weights as operands of the tensor cores. A warp multiplies 16 rows of the weight (lane: rows `lane / 4` and 8 below it) with
+// rows of x. Sums do not care in which order the inner elements come, so a lane takes those that lie together in its rows: a vector of
+// LOAD bytes a chunk, of which each word becomes the two (4 bits: four) registers that a lane has of an operand; x is read in that order.
+
+#define INT4 0
+#define TABLE 1
+#define INT8 2
+#define FLOAT8 3
+
+// Codes that are integers are multiplied as such (`stream` only).
+#define INTEGERS (KIND == INT4 || KIND == INT8)
+#define FOUR_BITS (KIND == INT4 || KIND == TABLE)
+#define LOAD (WIDE ? 16 : 8)
+#define WORDS (LOAD / 4)
+// Inner elements of a chunk: what the four lanes of a row load.
+#define CHUNK (LOAD * (FOUR_BITS ? 8 : 4))
+#define WIDTH (LOAD * 4)  // bytes of a row in a chunk
+#define STEPS (CHUNK / 16)
+// GROUP 0: one scale a row, at the end; else inner elements of a group: no less than a chunk, or half of one.
+#define GROUPED (GROUP > 0)
+#define HALVES (GROUP == 32 && FOUR_BITS)
+#define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : 2)
+#define ZERO_BYTES (KIND == INT4 ? 1 : 2)
+#define SCALES_A_CHUNK (HALVES ? 2 : 1)
+
+struct Args {
+  const u8* x;
+  const u8* scales;
+  const u8* zeros;
+  const u8* table;
+  const u8* bias;
+  u8* out;
+  float* parts;
+  int* counters;
+  int rows, columns, inner;
+  int x_stride, out_stride;  // bytes
+  int scale_group_stride, scale_row_stride, table_stride;  // elements
+};
+
+#if HALF
+#define POWER 0x6400u  // 1024: a code below 1024 in the bits below it makes 1024 + code
+#define MINUS_ONE 0xbc00bc00u
+#define FLOAT8_SHIFT 1
+#define FLOAT8_BITS 0x3f803f80u
+#define FLOAT8_FACTOR 0x5c005c00u  // 2^8: what the smaller exponent bias of float8 makes of it
+#else
+#define POWER 0x4300u  // 128
+#define MINUS_ONE 0xbf80bf80u
+#define FLOAT8_SHIFT 4
+#define FLOAT8_BITS 0x07f007f0u
+#define FLOAT8_FACTOR 0x7b807b80u  // 2^120
+#endif
+
+INLINE u32 minus2(u32 a, u32 b) { return multiply_add2(b, MINUS_ONE, a); }
+INLINE u32 both(u16 x) { return x * 0x10001u; }
+
+INLINE float load_scale(const u8* scales, long long at) {
+#if SCALE_TYPE == 0
+  return ((const float*)scales)[at];
+#elif SCALE_TYPE == 1
+  return from_float16(((const u16*)scales)[at]);
+#else
+  return from_bfloat16(((const u16*)scales)[at]);
+#endif
+}
+
+// What a lane knows of one of its rows, whatever the chunk.
+struct Row {
+  long long scale;
+  int number;
+#if KIND == TABLE
+  u32 low[4], high[4];  // bytes of the 16 entries
+#endif
+};
+
+INLINE u16 load_entry(const Args& p, long long at) {
+#if SCALE_TYPE_TABLE == 0
+  return narrow(((const float*)p.table)[at]);
+#elif SCALE_TYPE_TABLE == 1
+  return narrow(from_float16(((const u16*)p.table)[at]));
+#else
+  return narrow(from_bfloat16(((const u16*)p.table)[at]));
+#endif
+}
+
+INLINE Row row_of(const Args& p, int n) {
+  Row row;
+  row.number = n < p.columns ? n : p.columns - 1;
+  row.scale = (long long)(row.number / ROW_BLOCK) * p.scale_row_stride;
+#if KIND == TABLE
+UNROLL
+  for (int i = 0; i < 4; i++) {
+    u32 a = load_entry(p, (long long)row.number * p.table_stride + 4 * i) | (u32)load_entry(p, (long long)row.number * p.table_stride + 4 * i + 1) << 16;
+    u32 b = load_entry(p, (long long)row.number * p.table_stride + 4 * i + 2) | (u32)load_entry(p, (long long)row.number * p.table_stride + 4 * i + 3) << 16;
+    row.low[i] = permute(a, b, 0x6420);
+    row.high[i] = permute(a, b, 0x7531);
+  }
+#endif
+  return row;
+}
+
+// A chunk of a row.
+struct Held {
+  U4 w;
+#if GROUPED
+  float scale[SCALES_A_CHUNK];
+#endif
+#if ZEROS
+  u32 zero[SCALES_A_CHUNK];  // see `load_zero`
+#endif
+};
+
+// A zero point: ready to be subtracted from pairs of codes, or (`whole`) from integers as `stream` has them.
+template <bool whole>
+INLINE u32 load_zero(const u8* zeros, long long at) {
+#if KIND == INT4
+  return whole ? ((int)zeros[at] - 8) * 16 : both(POWER | zeros[at]);
+#else
+  return whole ? (int)((const short*)zeros)[at] : both(narrow((float)((const short*)zeros)[at]));
+#endif
+}
+
+INLINE int group_of(int chunk, int half) {
+#if GROUPED
+  return (chunk * CHUNK + half * 32) / GROUP;
+#else
+  return 0;
+#endif
+}
+
+// What goes with the codes, from global memory: ask for it a while before.
+INLINE void fetch_scales(Held& held, const Args& p, const Row& row, int chunk) {
+#if GROUPED
+UNROLL
+  for (int i = 0; i < SCALES_A_CHUNK; i++)
+    held.scale[i] = load_scale(p.scales, row.scale + (long long)group_of(chunk, i) * p.scale_group_stride);
+#endif
+#if ZEROS
+UNROLL
+  for (int i = 0; i < SCALES_A_CHUNK; i++)
+    held.zero[i] = load_zero<false>(p.zeros, (long long)group_of(chunk, i) * p.columns + row.number);
+#endif
+}
+
+INLINE void read_codes(Held& held, u32 at) { held.w = WIDE ? shared16(at) : shared8(at); }
+
+// The bits of a pair's codes. Two constants in one instruction need a register for one of them: this one stays in it.
+INLINE u32 code_bits() { return KIND == INT8 ? 0x007f007fu : KIND == FLOAT8 ? FLOAT8_BITS : 0x000f000fu; }
+
+// Of one step, the two registers that a lane has of one of its rows: inner elements k to k + 3 of `inner_of`.
+INLINE void decode(u32& first, u32& second, const Held& held, const Row& row, u32 mask, int step) {
+#if KIND == INT4
+  u32 v = permute(held.w.v[step >> 1], 0, 0x3120) >> ((step & 1) * 4);
+  u32 zero = both(POWER + 8);
+#if ZEROS
+  zero = held.zero[HALVES ? step & 1 : 0];
+#endif
+  first = minus2((v & mask) | both(POWER), zero);
+  second = minus2((v >> 8 & mask) | both(POWER), zero);
+#elif KIND == TABLE
+  // A selector has room for four nibbles and uses three bits of each: the fourth chooses between two halves of the table.
+  u32 w = held.w.v[step >> 1], three = w & 0x77777777u, fourth = (w >> 1 & 0x44444444u) | 0x32103210u;
+UNROLL
+  for (int half = 0; half < 2; half++) {
+    u32 l = permute(permute(row.low[0], row.low[1], three), permute(row.low[2], row.low[3], three), fourth);
+    u32 h = permute(permute(row.high[0], row.high[1], three), permute(row.high[2], row.high[3], three), fourth);
+    u32 pair = permute(l, h, step & 1 ? 0x7351 : 0x6240);
+    if (half == 0) first = pair; else second = pair;
+    three >>= 16, fourth >>= 16;
+  }
+#elif KIND == INT8
+  u32 v = permute(held.w.v[step], 0, 0x3120);
+  first = minus2((v & mask) | both(POWER), (v & 0x00800080u) | both(POWER));
+  second = minus2((v >> 8 & mask) | both(POWER), (v >> 8 & 0x00800080u) | both(POWER));
+#if ZEROS
+  first = minus2(first, held.zero[0]);
+  second = minus2(second, held.zero[0]);
+#endif
+#else
+  u32 v = permute(held.w.v[step], 0, 0x1302);
+  first = (v >> FLOAT8_SHIFT & mask) | (v & 0x80008000u);
+  second = (v << (8 - FLOAT8_SHIFT) & mask) | (v << 8 & 0x80008000u);
+  first = multiply_add2(first, FLOAT8_FACTOR, 0x80008000u);
+  second = multiply_add2(second, FLOAT8_FACTOR, 0x80008000u);
+#endif
+}
+
+// The first inner element, within a chunk, of those that lanes `lane % 4 == quarter` multiply, and how far from it the four of a step begin.
+INLINE int inner_of(int quarter) {
+  const int byte = quarter * LOAD;
+  return FOUR_BITS ? byte / 32 * 64 + byte % 32 : byte;
+}
+INLINE int inner_offset(int step) { return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : step * 4; }
+
+INLINE float widen(u16 x) {
+#if HALF
+  return from_float16(x);
+#else
+  return from_bfloat16(x);
+#endif
+}
+
+INLINE void store_out(const Args& p, int m, int n, float value) {
+#if BIAS
+  u16 bias = ((const u16*)p.bias)[n];
+  value += widen(bias);
+#endif
+  *(u16*)(p.out + (long long)m * p.out_stride + 2ll * n) = narrow(value);
+}

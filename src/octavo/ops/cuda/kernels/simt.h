@@ -1,0 +1,208 @@
+// What the kernels use of the machine, one function an instruction. The tests have the same functions for a CPU, where the threads
+// of a block take turns: nothing else in the kernels depends on where they run.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define UNROLL _Pragma("unroll")
+#define INLINE __device__ __forceinline__
+#define KERNEL(name, threads) extern "C" __global__ void __launch_bounds__(threads) name
+#define KERNEL_TOGETHER(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name
+#define SHARED_BYTES(name) extern __shared__ __align__(1024) u8 name[]
+
+struct U4 {
+  u32 v[4];
+};
+// The driver's CUtensorMap; a kernel's parameter, never a copy of it.
+struct __align__(64) Map {
+  u64 opaque[16];
+};
+#define CONSTANT_MAP const __grid_constant__ Map
+
+INLINE int thread_id() { return threadIdx.x; }
+INLINE int block_x() { return blockIdx.x; }
+INLINE int block_y() { return blockIdx.y; }
+INLINE int block_z() { return blockIdx.z; }
+INLINE int blocks_x() { return gridDim.x; }
+
+INLINE void block_barrier() { __syncthreads(); }
+
+// Programmatic dependent launch: wait for what the kernel before wrote; let the next one be set up.
+INLINE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+INLINE void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Activations: read by many.
+INLINE U4 load16(const void* p) {
+  U4 r;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
+  return r;
+}
+
+// A value that the compiler does not know, so that it keeps it.
+INLINE u32 opaque(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Bytes of (a, b) by the four low nibbles of `selector`.
+INLINE u32 permute(u32 a, u32 b, u32 selector) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// Pairs of 16-bit numbers: float16 where HALF, else bfloat16.
+INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
+  u32 r;
+#if HALF
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+#endif
+  return r;
+}
+INLINE u16 narrow(float x) {
+  u16 r;
+#if HALF
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
+#endif
+  return r;
+}
+INLINE float from_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
+INLINE float from_float16(u16 x) {
+  float r;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
+  return r;
+}
+
+// d [16, 8] += a [16, 16] @ b [16, 8], spread over the lanes of a warp as the instruction has it.
+INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if HALF
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+INLINE U4 shared16(u32 at) {
+  U4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "r"(at) : "memory");
+  return r;
+}
+INLINE U4 shared8(u32 at) {
+  U4 r;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.v[0]), "=r"(r.v[1]) : "r"(at) : "memory");
+  r.v[2] = r.v[3] = 0;
+  return r;
+}
+INLINE u32 shared4(u32 at) {
+  u32 r;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(at) : "memory");
+  return r;
+}
+INLINE u16 shared2(u32 at) {
+  u16 r;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(at) : "memory");
+  return r;
+}
+INLINE u32 shared1(u32 at) {
+  u32 r;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(r) : "r"(at) : "memory");
+  return r;
+}
+INLINE void put_word(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+INLINE void put_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+INLINE float as_float(u32 x) { return __uint_as_float(x); }
+INLINE u32 as_bits(float x) { return __float_as_uint(x); }
+INLINE void store_floats(float* p, const float (&x)[4]) {
+  asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+INLINE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+// Passes when the loads of all lanes of the warp that gave these values are done. What is written elsewhere by the copy engine is not
+// ordered behind a load that is merely on its way; a branch on what was loaded is.
+INLINE void wait_for_loads(u32 a, u32 b) {
+  if (__any_sync(0xffffffffu, (a ^ b) == 0x5bd1e995u)) asm volatile("nanosleep.u32 1;" ::: "memory");
+}
+INLINE void warp_barrier() { __syncwarp(); }
+
+#if __CUDA_ARCH__ >= 900
+// Barriers in shared memory: a phase ends when all have arrived, and all bytes that were announced.
+INLINE void set_barrier(u32 bar, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory"); }
+INLINE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+INLINE void expect_bytes(u32 bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+INLINE void arrive_at(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+INLINE void wait_at(u32 bar, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\nbra again;\nover:\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+// A box of the tensor that `map` describes, by the copy engine: WIDTH bytes of so many rows from `row` on, so many chunks from `chunk` on;
+// in shared memory chunk by chunk, row by row. Zeros outside. Its bytes count at the barrier when they are there.
+INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(&map), "r"(0),
+               "r"(row), "r"(chunk), "r"(bar)
+               : "memory");
+}
+#endif
+
+// The same for [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
+template <bool unsigned_b>
+INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (unsigned_b)
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+INLINE int round_to_int(float x) { return __float2int_rn(x); }
+INLINE u32 of_lane(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+
+INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+#if WARPGROUP
+// Writes to shared memory of this thread become visible to the tensor cores, which read it by another way.
+INLINE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+INLINE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+INLINE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8: so the tensor cores read without bank conflicts.
+INLINE u64 swizzled_operand(u32 tile, int byte) {
+  u64 address = tile + byte;
+  return ((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+// WARPGROUP_MMA comes from the caller: warpgroup_mma(d, a, operand, add) for ROWS columns.
+#endif
+
+// This block's earlier stores are seen by whoever sees the count; true for the one that completes `all`. For one thread a block.
+INLINE bool counted_last(int* counter, int all) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  if (before == all - 1) *counter = 0;
+  return before == all - 1;
+}
+INLINE float load_fresh(const float* p) {
+  float r;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p));
+  return r;
+}

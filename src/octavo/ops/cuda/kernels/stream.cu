@@ -1,0 +1,393 @@
+// x @ W.T for a few rows of x, as fast as W comes from memory. A block stays on its SM and goes through strips of 16 rows of W:
+//  * one thread has stages of W copied into a ring in shared memory, far ahead, and does not wait for x;
+//  * WARPS warps multiply: each has a chunk of the inner dimension of every stage, and its part of x in registers from first to last;
+//  * one warp adds up what they have for a strip, in a fixed order, and stores it, while they are at the next.
+
+#define STAGE_BYTES (WARPS * 16 * WIDTH)
+#define SUMS_STRIDE 20             // of 16 sums of a row of x: no bank conflicts, and whole vectors
+#define SUMS (TILES * 8 * SUMS_STRIDE)
+#define VECTORS (FOUR_BITS ? WORDS : WORDS / 2)
+
+struct Layout {
+  u32 full, empty, ready, taken, sums, ring;
+};
+
+INLINE Layout layout_of(u32 shared) {
+  Layout l;
+  l.full = shared;
+  l.empty = l.full + 8 * STAGES;
+  l.ready = l.empty + 8 * STAGES;
+  l.taken = l.ready + 16;
+  l.sums = shared + 256;
+  l.ring = (l.sums + 2 * WARPS * SUMS * 4 + 127) / 128 * 128;
+  return l;
+}
+
+// Which chunks this block has, of every strip.
+struct Range {
+  int begin, end, stages;
+};
+
+INLINE Range range_of(const Args& p) {
+  const int chunks = p.inner / CHUNK, per_block = PER_WARP * WARPS;
+  Range r;
+  r.begin = block_y() * per_block;
+  r.end = r.begin + per_block < chunks ? r.begin + per_block : chunks;
+  r.stages = (r.end - r.begin + WARPS - 1) / WARPS;
+  return r;
+}
+
+INLINE void copy_strips(const Args& p, const Map& map, const Layout& l, const Range& range) {
+  int slot = 0, round = 0;
+  for (int strip = block_x(); strip < p.columns / 16; strip += blocks_x()) {
+    for (int s = 0; s < range.stages; s++) {
+      wait_at(l.empty + 8 * slot, (round & 1) ^ 1);
+      expect_bytes(l.full + 8 * slot, STAGE_BYTES);
+      copy_box(l.ring + slot * STAGE_BYTES, map, strip * 16, range.begin + s * WARPS, l.full + 8 * slot);
+      if (++slot == STAGES) slot = 0, round++;
+    }
+  }
+}
+
+#if INTEGERS
+// What a warp has of x as integers of 16 bits, a scale a row: the products are then exact, and codes need no conversion. Of a vector of
+// eight, the upper bytes come first, then the lower ones.
+struct Fixed {
+  float scale[TILES][2];  // of the rows that this lane has sums of
+#if ZEROS
+  int sum[PER_WARP][TILES][2][HALVES ? 2 : 1];  // of a chunk's inputs, the same rows
+#endif
+};
+
+INLINE Fixed to_integers(U4 (&x)[PER_WARP][TILES][VECTORS], int lane) {
+  Fixed fixed;
+UNROLL
+  for (int i = 0; i < TILES; i++) {
+    u32 top = 0;  // as bits, so that NaN is the largest
+UNROLL
+    for (int s = 0; s < PER_WARP; s++)
+UNROLL
+      for (int v = 0; v < VECTORS; v++)
+UNROLL
+        for (int e = 0; e < 4; e++) {
+          top = largest(top, as_bits(widen(x[s][i][v].v[e])) & 0x7fffffffu);
+          top = largest(top, as_bits(widen(x[s][i][v].v[e] >> 16)) & 0x7fffffffu);
+        }
+    top = largest(top, of_lane(top, lane ^ 1));
+    top = largest(top, of_lane(top, lane ^ 2));
+    const float scale = as_float(top) / 32767.0f, inverse = as_float(top) > 1e-30f ? 32767.0f / as_float(top) : 0.0f;
+UNROLL
+    for (int c = 0; c < 2; c++) fixed.scale[i][c] = as_float(of_lane(as_bits(scale), (lane & 3) * 8 + c * 4));
+UNROLL
+    for (int s = 0; s < PER_WARP; s++) {
+      int sums[2] = {0, 0};
+UNROLL
+      for (int v = 0; v < VECTORS; v++) {
+        u32 high[2], low[2];
+UNROLL
+        for (int four = 0; four < 2; four++) {
+          // Added to 1.5 * 2^23, a number is rounded to an integer, whose two bytes are the lowest of the sum's bits.
+          u32 n[4];
+UNROLL
+          for (int e = 0; e < 4; e++) {
+            n[e] = as_bits(widen(x[s][i][v].v[2 * four + e / 2] >> e % 2 * 16) * inverse + 12582912.0f);
+            sums[HALVES ? v / (VECTORS / 2) : 0] += (int)(n[e] - 0x4b400000u);
+          }
+          const u32 first = permute(n[0], n[1], 0x5140), second = permute(n[2], n[3], 0x5140);  // lower bytes, then upper
+          low[four] = permute(first, second, 0x5410);
+          high[four] = permute(first, second, 0x7632);
+        }
+        x[s][i][v] = U4{{high[0], high[1], low[0], low[1]}};
+      }
+#if ZEROS
+UNROLL
+      for (int h = 0; h < (HALVES ? 2 : 1); h++) {
+        sums[h] += of_lane(sums[h], lane ^ 1);
+        sums[h] += of_lane(sums[h], lane ^ 2);
+UNROLL
+        for (int c = 0; c < 2; c++) fixed.sum[s][i][c][h] = of_lane(sums[h], (lane & 3) * 8 + c * 4);
+      }
+#endif
+    }
+  }
+  return fixed;
+}
+
+// Of vector `v` of a chunk, the two registers that a lane has of one of its rows; 4-bit codes less 8, times 16.
+INLINE void bytes_of(u32& first, u32& second, const Held& held, u32 mask, int v) {
+#if KIND == INT4
+  const int word = v % (WORDS / 2) * 2, shift = v / (WORDS / 2) ? 0 : 4;
+  first = (held.w.v[word] << shift & mask) ^ 0x80808080u;
+  second = (held.w.v[word + 1] << shift & mask) ^ 0x80808080u;
+#else
+  first = held.w.v[2 * v], second = held.w.v[2 * v + 1];
+#endif
+}
+#endif
+
+// Where a lane finds the scales and zeros of the chunks that its warp has of a strip; those of the next strip lie 16 rows on.
+struct Places {
+  const u8 *scale[PER_WARP][SCALES_A_CHUNK], *zero[PER_WARP][SCALES_A_CHUNK];
+};
+
+#define ALONG (GROUPED && KIND != FLOAT8)  // scales of neighbouring rows lie together
+
+INLINE Places places_of(const Args& p, const Range& range, int warp, int lane) {
+  Places places;
+  const int n = block_x() * 16 + (lane >> 2);
+UNROLL
+  for (int s = 0; s < PER_WARP; s++)
+UNROLL
+    for (int i = 0; i < SCALES_A_CHUNK; i++) {
+      const int chunk = range.begin + s * WARPS + warp;
+      const long long at = (long long)(chunk < range.end ? group_of(chunk, i) : 0) * p.columns + n;
+      places.scale[s][i] = p.scales + at * SCALE_BYTES;
+      places.zero[s][i] = p.zeros + at * ZERO_BYTES;
+    }
+  return places;
+}
+
+INLINE void fetch_strip(Held (&held)[PER_WARP][2], Row (&row)[2], const Args& p, const Range& range, Places& places, int strip, int warp, int lane) {
+UNROLL
+  for (int h = 0; h < 2; h++) {
+#if KIND == TABLE || KIND == FLOAT8
+    row[h] = row_of(p, strip * 16 + 8 * h + (lane >> 2));
+#endif
+UNROLL
+    for (int s = 0; s < PER_WARP; s++)
+UNROLL
+      for (int i = 0; i < SCALES_A_CHUNK; i++) {
+#if ALONG
+        held[s][h].scale[i] = load_scale(places.scale[s][i], 8 * h);
+#elif GROUPED
+        const int chunk = range.begin + s * WARPS + warp;
+        if (chunk < range.end) held[s][h].scale[i] = load_scale(p.scales, row[h].scale + (long long)group_of(chunk, i) * p.scale_group_stride);
+#endif
+#if ZEROS
+        held[s][h].zero[i] = load_zero<true>(places.zero[s][i], 8 * h);
+#endif
+      }
+  }
+UNROLL
+  for (int s = 0; s < PER_WARP; s++)
+UNROLL
+    for (int i = 0; i < SCALES_A_CHUNK; i++) {
+      places.scale[s][i] += blocks_x() * 16 * SCALE_BYTES;
+      places.zero[s][i] += blocks_x() * 16 * ZERO_BYTES;
+    }
+}
+
+INLINE void multiply_strips(const Args& p, const Layout& l, const Range& range, int warp, int lane) {
+  const u32 mask = opaque(INTEGERS ? 0xf0f0f0f0u : code_bits());
+  U4 x[PER_WARP][TILES][VECTORS];
+UNROLL
+  for (int s = 0; s < PER_WARP; s++)
+UNROLL
+    for (int i = 0; i < TILES; i++) {
+      const int m = i * 8 + (lane >> 2), chunk = range.begin + s * WARPS + warp;
+      const u8* at = p.x + (long long)m * p.x_stride + 2 * inner_of(lane & 3) + (long long)chunk * (2 * CHUNK);
+UNROLL
+      for (int v = 0; v < VECTORS; v++) {
+        // Eight elements: two steps of 4; of 4-bit codes first the lower halves of the bytes, then the upper ones.
+        const int step = FOUR_BITS ? v % (WORDS / 2) * 4 + v / (WORDS / 2) : v * 2;
+        x[s][i][v] = U4{{0, 0, 0, 0}};
+        if (m < p.rows && chunk < range.end) x[s][i][v] = load16(at + 2 * inner_offset(step));
+      }
+    }
+
+#if INTEGERS
+  const Fixed fixed = to_integers(x, lane);
+#endif
+  int slot = 0, round = 0, strips = 0;
+  Held next[PER_WARP][2];
+  Row next_row[2];
+  Places places = places_of(p, range, warp, lane);
+  fetch_strip(next, next_row, p, range, places, block_x(), warp, lane);
+  for (int strip = block_x(); strip < p.columns / 16; strip += blocks_x(), strips++) {
+    Held held[PER_WARP][2];
+    Row row[2];
+UNROLL
+    for (int h = 0; h < 2; h++) {
+      row[h] = next_row[h];
+UNROLL
+      for (int s = 0; s < PER_WARP; s++) held[s][h] = next[s][h];
+    }
+    if (strip + blocks_x() < p.columns / 16) fetch_strip(next, next_row, p, range, places, strip + blocks_x(), warp, lane);
+    float acc[TILES][4];
+UNROLL
+    for (int i = 0; i < TILES; i++)
+UNROLL
+      for (int e = 0; e < 4; e++) acc[i][e] = 0.0f;
+UNROLL
+    for (int s = 0; s < PER_WARP; s++) {
+      if (s >= range.stages) break;
+      const u32 at = l.ring + slot * STAGE_BYTES + (warp * 16 + (lane >> 2)) * WIDTH + (lane & 3) * LOAD;
+      wait_at(l.full + 8 * slot, round & 1);
+      read_codes(held[s][0], at);
+      read_codes(held[s][1], at + 8 * WIDTH);
+      wait_for_loads(held[s][0].w.v[0], held[s][1].w.v[0]);  // or what is copied next could overtake them
+      if (lane == 0) arrive_at(l.empty + 8 * slot);
+      if (++slot == STAGES) slot = 0, round++;
+      if (range.begin + s * WARPS + warp >= range.end) break;
+#if INTEGERS
+      u32 a[VECTORS][4];
+UNROLL
+      for (int v = 0; v < VECTORS; v++) {
+        bytes_of(a[v][0], a[v][2], held[s][0], mask, v);
+        bytes_of(a[v][1], a[v][3], held[s][1], mask, v);
+      }
+UNROLL
+      for (int i = 0; i < TILES; i++)
+UNROLL
+        for (int k = 0; k < (HALVES ? 2 : 1); k++) {
+          int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
+UNROLL
+          for (int v = k * (VECTORS / 2); v < (HALVES && k == 0 ? VECTORS / 2 : VECTORS); v++) {
+            warp_mma_bytes<false>(high, a[v], x[s][i][v].v[0], x[s][i][v].v[1]);
+            warp_mma_bytes<true>(low, a[v], x[s][i][v].v[2], x[s][i][v].v[3]);
+          }
+UNROLL
+          for (int e = 0; e < 4; e++) {
+            int sum = high[e] * 256 + low[e];
+#if ZEROS
+            sum -= (int)held[s][e >> 1].zero[k] * fixed.sum[s][i][e & 1][k];
+#endif
+#if GROUPED
+            acc[i][e] += (float)sum * held[s][e >> 1].scale[k];
+#else
+            acc[i][e] += (float)sum;
+#endif
+          }
+        }
+#else
+#if GROUPED
+      float sums[SCALES_A_CHUNK][TILES][4];
+UNROLL
+      for (int k = 0; k < SCALES_A_CHUNK; k++)
+UNROLL
+        for (int i = 0; i < TILES; i++)
+UNROLL
+          for (int e = 0; e < 4; e++) sums[k][i][e] = 0.0f;
+#endif
+UNROLL
+      for (int step = 0; step < STEPS; step++) {
+        u32 a[4];
+        decode(a[0], a[2], held[s][0], row[0], mask, step);
+        decode(a[1], a[3], held[s][1], row[1], mask, step);
+        const int v = FOUR_BITS ? (step & 1) * (WORDS / 2) + (step >> 2) : step >> 1;
+        const int e = (FOUR_BITS ? step >> 1 & 1 : step & 1) * 2;
+UNROLL
+        for (int i = 0; i < TILES; i++) {
+#if GROUPED
+          warp_mma(sums[HALVES ? step & 1 : 0][i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
+#else
+          warp_mma(acc[i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
+#endif
+        }
+      }
+#if GROUPED
+UNROLL
+      for (int k = 0; k < SCALES_A_CHUNK; k++)
+UNROLL
+        for (int i = 0; i < TILES; i++)
+UNROLL
+          for (int e = 0; e < 4; e++) acc[i][e] += sums[k][i][e] * held[s][e >> 1].scale[k];
+#endif
+#endif
+    }
+    const int buffer = strips & 1;
+    const u32 sums_at = l.sums + (buffer * WARPS + warp) * SUMS * 4;
+    wait_at(l.taken + 8 * buffer, (strips >> 1 & 1) ^ 1);
+UNROLL
+    for (int i = 0; i < TILES; i++)
+UNROLL
+      for (int e = 0; e < 4; e++) {
+        const int n = (e >> 1) * 8 + (lane >> 2), m = 8 * i + (lane & 3) * 2 + (e & 1);
+#if INTEGERS
+        put_shared(sums_at + (m * SUMS_STRIDE + n) * 4, acc[i][e] * (fixed.scale[i][e & 1] * (KIND == INT4 ? 0.0625f : 1.0f)));
+#else
+        put_shared(sums_at + (m * SUMS_STRIDE + n) * 4, acc[i][e]);
+#endif
+      }
+    warp_barrier();
+    if (lane == 0) arrive_at(l.ready + 8 * buffer);
+  }
+}
+
+INLINE void store4(const Args& p, int m, int n, const float (&value)[4]) {
+UNROLL
+  for (int i = 0; i < 4; i++) {
+    float total = value[i];
+#if SCALES && !GROUPED
+    total *= load_scale(p.scales, (long long)((n + i) / ROW_BLOCK) * p.scale_row_stride);
+#endif
+    store_out(p, m, n + i, total);
+  }
+}
+
+INLINE void finish_strips(const Args& p, const Layout& l, int lane) {
+  int strips = 0;
+  for (int strip = block_x(); strip < p.columns / 16; strip += blocks_x(), strips++) {
+    const int buffer = strips & 1;
+    float* parts = p.parts + (long long)strip * SPLIT * (TILES * 8 * 16);
+    wait_at(l.ready + 8 * buffer, strips >> 1 & 1);
+    for (int i = lane; i < p.rows * 4; i += 32) {
+      const int m = i / 4, n = i % 4 * 4;
+      float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+UNROLL
+      for (int w = 0; w < WARPS; w++) {
+        const U4 part = shared16(l.sums + ((buffer * WARPS + w) * SUMS + m * SUMS_STRIDE + n) * 4);
+UNROLL
+        for (int k = 0; k < 4; k++) total[k] += as_float(part.v[k]);
+      }
+#if SPLIT > 1
+      store_floats(parts + (block_y() * TILES * 8 + m) * 16 + n, total);
+#else
+      store4(p, m, strip * 16 + n, total);
+#endif
+    }
+    warp_barrier();
+    if (lane == 0) arrive_at(l.taken + 8 * buffer);
+#if SPLIT > 1
+    bool last = false;
+    if (lane == 0) last = counted_last(p.counters + strip, SPLIT);
+    if (!any_lane(last)) continue;
+    for (int i = lane; i < p.rows * 4; i += 32) {
+      const int m = i / 4, n = i % 4 * 4;
+      float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+UNROLL
+      for (int s = 0; s < SPLIT; s++)
+UNROLL
+        for (int k = 0; k < 4; k++) total[k] += load_fresh(parts + (s * TILES * 8 + m) * 16 + n + k);
+      store4(p, m, strip * 16 + n, total);
+    }
+#endif
+  }
+}
+
+KERNEL(low_bit_stream, 32 * (WARPS + 2))(Args p, CONSTANT_MAP map) {
+  SHARED_BYTES(shared);
+  const int lane = thread_id() & 31, warp = thread_id() >> 5;
+  const Layout l = layout_of(shared_address(shared));
+  const Range range = range_of(p);
+  if (thread_id() == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      set_barrier(l.full + 8 * i, 1);
+      set_barrier(l.empty + 8 * i, WARPS);
+    }
+    for (int i = 0; i < 2; i++) {
+      set_barrier(l.ready + 8 * i, WARPS);
+      set_barrier(l.taken + 8 * i, 1);
+    }
+    publish_barriers();
+  }
+  block_barrier();
+  if (warp == WARPS) {
+    if (lane == 0) copy_strips(p, map, l, range);
+    return;
+  }
+  wait_for_inputs();
+  release_dependents();
+  if (warp < WARPS) multiply_strips(p, l, range, warp, lane);
+  else finish_strips(p, l, lane);
+}

@@ -1,0 +1,117 @@
+"""Compiled kernels on the device: loaded once, launched on torch's stream, the next kernel set up while they run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+_MAX_DYNAMIC_SHARED = 8
+_PREFERRED_CARVEOUT = 9
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_UINT32 = 2
+_PROMOTE_TO_256_BYTES = 3
+"""Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType and CUtensorMapL2promotion."""
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, and 64 bytes of which this one uses the first four."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap, to be passed by value."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+
+
+class LaunchError(RuntimeError):
+    """The driver refused a kernel."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise LaunchError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """How the copy engine finds boxes of a tensor of 4-byte elements.
+
+    Args:
+        shape: elements, the contiguous dimension first.
+        strides: bytes, of all dimensions but the first; multiples of 16.
+        box: elements that are copied at once.
+    """
+    rank = len(shape)
+    room = (ctypes.c_uint64 * 24)()
+    at = (ctypes.addressof(room) + 63) // 64 * 64  # the driver writes to multiples of 64
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _UINT32,
+        ctypes.c_uint(rank),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        0,
+        _PROMOTE_TO_256_BYTES,
+        0,
+    )
+    _check(status, f"A tensor of shape {shape}, strides {strides} cannot be copied in boxes of {box}")
+    return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
+
+
+class Kernel:
+    """One compiled function on the current device.
+
+    Args:
+        code: a cubin.
+        threads: of a block.
+        shared_bytes: of a block, asked for at the launch.
+        overlap: whether it may be set up while the kernel before it runs; it then waits by itself (`wait_for_inputs`).
+    """
+
+    def __init__(self, code: bytes, name: str, threads: int, shared_bytes: int, *, overlap: bool) -> None:
+        torch.cuda.current_stream()  # a context is there from here on
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel could not be loaded")
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()), f"{name} is missing")
+        if shared_bytes > 48 << 10:
+            _check(
+                _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes), f"{shared_bytes} bytes of shared memory"
+            )
+        # All kernels want the same division of an SM's memory: see `ops.triton.launch.prefer_shared_memory`.
+        _check(_driver().cuFuncSetAttribute(self._function, _PREFERRED_CARVEOUT, 100), "Division of shared memory")
+        self._attributes = (_LaunchAttribute * 1)(_LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1))
+        self._threads, self._shared, self._count = threads, shared_bytes, int(overlap)
+
+    def launch(self, grid: tuple[int, int, int], *arguments: ctypes.Structure) -> None:
+        """`arguments`: the kernel's parameters, by value."""
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _LaunchConfig(grid, (self._threads, 1, 1), self._shared, stream, self._attributes, self._count)
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "A kernel could not be launched")

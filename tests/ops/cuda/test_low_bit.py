@@ -1,0 +1,185 @@
+"""The CUDA C++ kernels for low-bit weights: on a GPU compiled by NVRTC, elsewhere by the C++ compiler, a block's threads in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.ops.coded import CodedRows, dequantize
+from octavo.ops.cuda.compiler import CompilerError, compile_kernel, library
+from octavo.ops.cuda.low_bit import Form, Stream, Tiles, Tuning, choice, device_source, form_of, multiply, workspace_size
+from octavo.ops.packed import DenseWeight, SegmentedWeight
+from octavo.ops.reference.low_bit import pack_coded
+from octavo.ops.triton.low_bit_matmul import LowBit
+from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
+from tests.support.cuda_emulator import COMPILER, emulate
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = pytest.mark.skipif(not ON_GPU and COMPILER is None, reason="needs an NVIDIA GPU or a C++ compiler")
+
+KINDS = [
+    ("int4", 0, False),
+    ("int4", 128, True),
+    ("int4", 64, False),
+    ("int4", 32, True),
+    ("table", 0, False),
+    ("int8", 0, False),
+    ("int8", 64, True),
+    ("int8", 32, False),
+    ("float8", 0, False),
+    ("float8", 128, False),
+]
+TUNINGS: list[Tuning] = [
+    Stream(1, 4, 1, 2),
+    Stream(2, 3, 2, 3),
+    Stream(4, 2, 2, 2),
+    Tiles(16, 1, 2, 3, 2),
+    Tiles(32, 2, 1, 2, 2),
+    Tiles(64, 2, 1, 3),
+]
+
+
+def coded(kind: str, out: int, inner: int, group: int, *, zeros: bool) -> CodedRows:
+    """Random codes; products about as large as a layer's."""
+    groups = inner // group if group else 1
+    scales = (torch.rand(out, groups) * 0.01 + 0.005).to(DEVICE)
+    if kind == "int4":
+        points = torch.randint(0, 16, (out, groups), dtype=torch.int16) if zeros else torch.full((out, groups), 8, dtype=torch.int16)
+        codes = torch.randint(0, 16, (out, inner), dtype=torch.uint8)
+        return CodedRows(codes.to(DEVICE), 4, scales.half(), points.to(DEVICE), group=group)
+    if kind == "table":
+        table = torch.randn(out, 16).half() * 0.02
+        return CodedRows(torch.randint(0, 16, (out, inner), dtype=torch.uint8).to(DEVICE), 4, table=table.to(DEVICE))
+    if kind == "int8":
+        points = torch.randint(-100, 100, (out, groups), dtype=torch.int16).to(DEVICE) if zeros else None
+        return CodedRows(torch.randint(-128, 128, (out, inner), dtype=torch.int8).to(DEVICE), 8, scales / 16, points, group=group)
+    return CodedRows((torch.randn(out, inner) * 50).to(torch.float8_e4m3fn).to(DEVICE), 8, scales / 64, group=group)
+
+
+def packed(rows: CodedRows, dtype: torch.dtype) -> LowBit:
+    weight = pack_coded(rows, dtype)
+    assert not isinstance(weight, (DenseWeight, SegmentedWeight))
+    return weight
+
+
+def product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, tuning: Tuning) -> torch.Tensor:
+    form = form_of(weight, x.dtype, bias=bias is not None)
+    assert form is not None
+    if not ON_GPU:
+        return emulate(x, weight, bias, form, tuning)
+    elements, tiles = workspace_size(len(x), weight.out_features, tuning)
+    return multiply(x, weight, bias, form, tuning, SkinnyWorkspace.allocate(elements, tiles, DEVICE) if elements else None)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+@pytest.mark.parametrize(("kind", "group", "zeros"), KINDS)
+def test_the_dequantised_product(kind: str, group: int, zeros: bool, tuning: Tuning) -> None:
+    torch.manual_seed(0)
+    out, inner, dtype = 80, 512, torch.float16 if tuning.rows in (8, 32) else torch.bfloat16
+    rows = coded(kind, out, inner, group, zeros=zeros)
+    count = tuning.rows - 3 if isinstance(tuning, Stream) else tuning.rows + 5
+    x, bias = torch.randn(count, inner, device=DEVICE).to(dtype), torch.randn(out, device=DEVICE).to(dtype)
+    got = product(x, packed(rows, dtype), bias, tuning)
+    limit = 4e-4 if dtype == torch.float16 else 2.5e-3  # what rounding the result costs
+    assert error(got, x.double() @ dequantize(rows, torch.float64).T + bias.double()) < limit
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_integers_keep_the_inputs_precision(kind: str) -> None:
+    """Inputs that a warp multiplies share one scale: even beside one that is 500 times as large, sums are as good as in bfloat16."""
+    torch.manual_seed(1)
+    rows = coded(kind, 32, 512, 128, zeros=False)
+    x = torch.randn(4, 512, device=DEVICE)
+    x[:, 7] *= 500
+    x = x.half()
+    exact = x.double() @ dequantize(rows, torch.float64).T
+    assert error(product(x, packed(rows, torch.float16), None, Stream(1, 4, 1, 2)), exact) < 4e-4
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["int4", "float8"])
+def test_what_is_no_number_stays_in_its_row(kind: str, bad: float) -> None:
+    torch.manual_seed(2)
+    weight = packed(coded(kind, 32, 512, 128, zeros=False), torch.bfloat16)
+    x = torch.randn(5, 512, device=DEVICE).bfloat16()
+    clean = product(x, weight, None, Stream(1, 4, 1, 2))
+    x[2, 100] = bad
+    got = product(x, weight, None, Stream(1, 4, 1, 2))
+    others = [0, 1, 3, 4]
+    assert torch.equal(got[others], clean[others])
+    assert not got[2].isfinite().any()
+
+
+def test_weights_that_the_kernels_do_not_take() -> None:
+    for out, inner, group in ((72, 512, 0), (80, 480, 0), (80, 512, 32)):
+        weight = packed(coded("int8", out, inner, group, zeros=False), torch.bfloat16)
+        taken = form_of(weight, torch.bfloat16, bias=False)
+        assert (taken is None) == (out % 16 > 0 or inner % 32 > 0)
+    weight = packed(coded("int4", 80, 512, 128, zeros=False), torch.bfloat16)
+    assert form_of(weight, torch.float32, bias=False) is None
+
+
+@pytest.mark.parametrize("kind", ["int4", "table", "int8", "float8"])
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+def test_every_choice_fits(kind: Any, group: int) -> None:
+    """Shared memory, registers for x, and work for every part."""
+    if kind in ("table", "float8") and group:
+        return
+    wide = group in (0, 128) or (kind == "int8" and group == 64)
+    form = Form(kind, False, wide, group, 1, 1, 1, kind != "table", False, False)
+    for out in (1024, 4096, 6144, 28672):
+        for inner in (1024, 2048, 4096, 14336):
+            for rows in range(1, 129):
+                tuning = choice(form, out, inner, rows, 132)
+                if tuning is None:
+                    continue
+                assert tuning.shared_bytes(form) <= 227 << 10
+                assert rows <= tuning.rows or isinstance(tuning, Tiles)
+                chunks = inner // form.chunk
+                if isinstance(tuning, Stream):
+                    assert 1 <= tuning.warps <= 16
+                    assert tuning.per_warp(form, inner) * form.chunk // 8 <= 64
+                    assert (tuning.split - 1) * tuning.warps * tuning.per_warp(form, inner) < chunks
+                else:
+                    assert (tuning.split - 1) * -(-chunks // tuning.split) < chunks
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("kind", "group", "zeros"), KINDS)
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 100])
+def test_large_shapes_have_the_same_bits_every_time(kind: str, group: int, zeros: bool, rows: int) -> None:
+    """What a copy overtakes, or a part that is counted too early, shows as a difference now and then."""
+    torch.manual_seed(3)
+    codes = coded(kind, 6144, 4096, group, zeros=zeros)
+    weight, x = packed(codes, torch.bfloat16), torch.randn(rows, 4096, device=DEVICE).bfloat16()
+    form = form_of(weight, torch.bfloat16, bias=False)
+    assert form is not None
+    tuning = choice(form, 6144, 4096, rows, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    assert tuning is not None
+    first = product(x, weight, None, tuning)
+    assert error(first, x.double() @ dequantize(codes, torch.float64).T) < 2.5e-3
+    assert all(torch.equal(product(x, weight, None, tuning), first) for _ in range(50))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+def test_what_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    assert library() is not None
+    with pytest.raises(CompilerError, match="undefined"):
+        compile_kernel('extern "C" __global__ void k() { missing(); }', "sm_90a")
+
+
+def test_device_sources_differ_by_what_they_are_for() -> None:
+    form = Form("int4", False, True, 128, 1, 1, 1, True, False, False)
+    sources = {device_source(f, t, 512) for f in (form, dataclasses.replace(form, half=True)) for t in TUNINGS}
+    assert len(sources) == 2 * len(TUNINGS)

@@ -1,0 +1,314 @@
+// The functions of octavo/ops/cuda/kernels/simt.h on a CPU: the threads of a block are contexts that take turns at barriers.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <vector>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+#define UNROLL
+#define INLINE static inline
+#define KERNEL(name, count) constexpr int BLOCK_THREADS = count; static void name
+#define KERNEL_TOGETHER(name, count, blocks) KERNEL(name, count)
+#define SHARED_BYTES(name) u8* name = shared_memory
+
+struct U4 {
+  u32 v[4];
+};
+struct Map {
+  const u8* data;
+  int64_t stride;
+  int32_t rows, chunks, width, box_rows, box_chunks;
+};
+#define CONSTANT_MAP const Map&
+
+alignas(1024) static u8 shared_memory[232448];
+
+struct Lane {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done = false;
+  u32 a[4], b[2];
+};
+static std::vector<Lane> lanes;
+static ucontext_t scheduler;
+static int current, block[3], grid_x;
+
+INLINE int thread_id() { return current; }
+INLINE int block_x() { return block[0]; }
+INLINE int block_y() { return block[1]; }
+INLINE int block_z() { return block[2]; }
+INLINE int blocks_x() { return grid_x; }
+
+// Every context runs to its next barrier in turn: all kinds of barrier are the same, as long as all threads meet the same ones. Warps
+// that meet fewer in a loop pad with `others_turn`, which nothing here needs: loops with uneven counts use warp barriers only.
+static void others_turn() { swapcontext(&lanes[current].context, &scheduler); }
+struct Counter { int waiting = 0, generation = 0; };
+static std::vector<Counter> warp_counters;
+static Counter block_counter;
+static void meet(Counter& counter, int all) {
+  int generation = counter.generation;
+  if (++counter.waiting == all) {
+    counter.waiting = 0;
+    counter.generation++;
+  }
+  while (counter.generation == generation) others_turn();
+}
+INLINE void block_barrier() { meet(block_counter, (int)lanes.size()); }
+INLINE void warp_barrier() { meet(warp_counters[current / 32], 32); }
+
+INLINE void wait_for_inputs() {}
+INLINE void release_dependents() {}
+
+template <class T>
+static T checked(const void* p) {
+  if ((uintptr_t)p % sizeof(T)) {
+    fprintf(stderr, "misaligned access\n");
+    abort();
+  }
+  T r;
+  memcpy(&r, p, sizeof(T));
+  return r;
+}
+struct alignas(16) V16 { u32 v[4]; };
+INLINE U4 stream16(const void* p) {
+  V16 r = checked<V16>(p);
+  return U4{{r.v[0], r.v[1], r.v[2], r.v[3]}};
+}
+INLINE U4 stream8(const void* p) {
+  u64 r = checked<u64>(p);
+  return U4{{(u32)r, (u32)(r >> 32), 0, 0}};
+}
+INLINE U4 load16(const void* p) { return stream16(p); }
+
+INLINE u32 opaque(u32 x) { return x; }
+
+INLINE u32 permute(u32 a, u32 b, u32 selector) {
+  u64 all = (u64)b << 32 | a;
+  u32 r = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 s = selector >> 4 * i & 15;
+    u32 byte = (u32)(all >> 8 * (s & 7)) & 255;
+    r |= (s & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+  return r;
+}
+
+static float bits(u32 x) { float r; memcpy(&r, &x, 4); return r; }
+static u32 bits(float x) { u32 r; memcpy(&r, &x, 4); return r; }
+INLINE float from_bfloat16(u16 x) { return bits((u32)x << 16); }
+INLINE float from_float16(u16 x) {
+  int e = x >> 10 & 31, m = x & 1023;
+  float r = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024.0f + m, e - 25) : std::ldexp((float)m, -24);
+  return x & 0x8000 ? -r : r;
+}
+static u16 to_float16(float x) {
+  _Float16 r = (_Float16)x;
+  u16 raw;
+  memcpy(&raw, &r, 2);
+  return raw;
+}
+static u16 to_bfloat16(float x) {
+  u32 raw = bits(x);
+  return std::isnan(x) ? 0x7fff : (raw + 0x7fff + (raw >> 16 & 1)) >> 16;
+}
+#if HALF
+INLINE u16 narrow(float x) { return to_float16(x); }
+static float widened(u16 x) { return from_float16(x); }
+#else
+INLINE u16 narrow(float x) { return to_bfloat16(x); }
+static float widened(u16 x) { return from_bfloat16(x); }
+#endif
+INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
+  u32 r = 0;
+  // In double, rounded to float and then to 16 bits: exact for what the kernels ask, integers and powers of two.
+  for (int i = 0; i < 32; i += 16) r |= (u32)narrow((float)((double)widened(a >> i) * widened(b >> i) + widened(c >> i))) << i;
+  return r;
+}
+
+// What lane `lane` of the warp holds of a: rows lane / 4 and 8 below, columns 2 * (lane % 4) and 8 right of it.
+static float operand_a(int lane, int row, int k) {
+  Lane& l = lanes[current / 32 * 32 + (row & 7) * 4 + (k & 7) / 2];
+  (void)lane;
+  return widened(l.a[(row >> 3) + (k >> 3) * 2] >> (k & 1) * 16);
+}
+
+INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  int lane = current & 31;
+  memcpy(lanes[current].a, a, 16);
+  lanes[current].b[0] = b0, lanes[current].b[1] = b1;
+  warp_barrier();
+  for (int e = 0; e < 4; e++) {
+    int row = lane / 4 + (e >> 1) * 8, column = lane % 4 * 2 + (e & 1);
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {
+      Lane& l = lanes[current / 32 * 32 + column * 4 + (k & 7) / 2];
+      sum += operand_a(lane, row, k) * widened(l.b[k >> 3] >> (k & 1) * 16);
+    }
+    d[e] += sum;
+  }
+  warp_barrier();
+}
+
+INLINE u32 shared_address(const void* p) { return (const u8*)p - shared_memory; }
+template <bool unsigned_b>
+INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  int lane = current & 31;
+  memcpy(lanes[current].a, a, 16);
+  lanes[current].b[0] = b0, lanes[current].b[1] = b1;
+  warp_barrier();
+  for (int e = 0; e < 4; e++) {
+    int row = lane / 4 + (e >> 1) * 8, column = lane % 4 * 2 + (e & 1);
+    for (int k = 0; k < 32; k++) {
+      Lane& left = lanes[current / 32 * 32 + (row & 7) * 4 + k % 16 / 4];
+      Lane& right = lanes[current / 32 * 32 + column * 4 + k % 16 / 4];
+      u8 w = left.a[(row >> 3) + (k >> 4) * 2] >> k % 4 * 8, x = right.b[k >> 4] >> k % 4 * 8;
+      d[e] += (int8_t)w * (unsigned_b ? (int)x : (int)(int8_t)x);
+    }
+  }
+  warp_barrier();
+}
+static u32 shuffled[1024];
+INLINE u32 of_lane(u32 x, int lane) {
+  shuffled[current] = x;
+  warp_barrier();
+  u32 r = shuffled[current / 32 * 32 + lane];
+  warp_barrier();
+  return r;
+}
+INLINE void wait_for_loads(u32, u32) { warp_barrier(); }
+INLINE int round_to_int(float x) { return std::isnan(x) ? 0 : (int)std::nearbyint(x); }
+INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+INLINE u32 as_bits(float x) { return bits(x); }
+
+#if WARPGROUP
+INLINE void publish_to_tensor_cores() {}
+INLINE void begin_products() {}
+INLINE void close_products() {}
+INLINE void wait_for_products() {}
+static u16 swizzled(u32 tile, int row, int byte) {
+  u16 r;
+  memcpy(&r, shared_memory + tile + row * 128 + (byte ^ (row % 8 * 16)), 2);
+  return r;
+}
+INLINE void warpgroup_mma(float (&d)[ROWS / 2], const u32 (&a)[4], u32 tile, int byte) {
+  int lane = current & 31;
+  if (tile % 1024) abort();
+  memcpy(lanes[current].a, a, 16);
+  warp_barrier();
+  for (int i = 0; i < ROWS / 2; i++) {
+    int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
+    float sum = 0;
+    for (int k = 0; k < 16; k++) sum += operand_a(lane, row, k) * widened(swizzled(tile, column, byte + 2 * k));
+    d[i] += sum;
+  }
+  warp_barrier();
+}
+#endif
+
+INLINE U4 shared16(u32 at) { return stream16(shared_memory + at); }
+INLINE U4 shared8(u32 at) { return stream8(shared_memory + at); }
+INLINE u32 shared4(u32 at) { return checked<u32>(shared_memory + at); }
+INLINE u16 shared2(u32 at) { return checked<u16>(shared_memory + at); }
+INLINE u32 shared1(u32 at) { return shared_memory[at]; }
+INLINE void put_word(u32 at, u32 x) {
+  if (at % 4 || at + 4 > sizeof(shared_memory)) abort();
+  memcpy(shared_memory + at, &x, 4);
+}
+INLINE void put_shared(u32 at, float x) { memcpy(shared_memory + at, &x, 4); }
+INLINE float as_float(u32 x) { return bits(x); }
+INLINE void store_floats(float* p, const float (&x)[4]) { memcpy(p, x, 16); }
+
+// Barriers in shared memory, by their address.
+struct Phase {
+  int all, arrived = 0, bytes = 0, completed = 0;
+};
+static std::map<u32, Phase> phases;
+static void move_on(Phase& p) {
+  if (p.arrived == p.all && p.bytes == 0) p.arrived = 0, p.completed++;
+}
+INLINE void set_barrier(u32 bar, int arrivals) { phases[bar] = Phase{arrivals}; }
+INLINE void publish_barriers() {}
+INLINE void expect_bytes(u32 bar, int bytes) {
+  phases.at(bar).bytes += bytes, phases.at(bar).arrived++;
+  move_on(phases.at(bar));
+}
+INLINE void arrive_at(u32 bar) {
+  phases.at(bar).arrived++;
+  move_on(phases.at(bar));
+}
+INLINE void wait_at(u32 bar, int parity) {
+  while ((phases.at(bar).completed & 1) == parity) others_turn();
+}
+INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
+  if (to % 128) abort();
+  for (int c = 0; c < map.box_chunks; c++)
+    for (int r = 0; r < map.box_rows; r++, to += map.width) {
+      if (to + map.width > sizeof(shared_memory)) abort();
+      if (row + r < map.rows && chunk + c < map.chunks) memcpy(shared_memory + to, map.data + (row + r) * map.stride + (chunk + c) * map.width, map.width);
+      else memset(shared_memory + to, 0, map.width);
+    }
+  phases.at(bar).bytes -= map.box_chunks * map.box_rows * map.width;
+  move_on(phases.at(bar));
+}
+
+static bool votes[64];
+INLINE bool any_lane(bool x) {
+  votes[current / 32] = false;
+  warp_barrier();
+  if (x) votes[current / 32] = true;
+  warp_barrier();
+  bool r = votes[current / 32];
+  warp_barrier();
+  return r;
+}
+
+INLINE bool counted_last(int* counter, int all) {
+  bool last = (*counter)++ == all - 1;
+  if (last) *counter = 0;
+  return last;
+}
+INLINE float load_fresh(const float* p) { return *p; }
+
+static std::function<void()> body;
+static void enter() {
+  body();
+  lanes[current].done = true;
+  others_turn();
+}
+static void run_blocks(int threads, int x, int y, int z, std::function<void()> kernel) {
+  body = kernel;
+  grid_x = x;
+  for (block[2] = 0; block[2] < z; block[2]++)
+    for (block[1] = 0; block[1] < y; block[1]++)
+      for (block[0] = 0; block[0] < x; block[0]++) {
+        lanes.assign(threads, Lane());
+        warp_counters.assign(threads / 32, Counter());
+        block_counter = Counter();
+        phases.clear();
+        memset(shared_memory, 0xff, sizeof(shared_memory));
+        for (auto& lane : lanes) {
+          lane.stack.resize(128 << 10);
+          getcontext(&lane.context);
+          lane.context.uc_stack.ss_sp = lane.stack.data();
+          lane.context.uc_stack.ss_size = lane.stack.size();
+          lane.context.uc_link = &scheduler;
+          makecontext(&lane.context, enter, 0);
+        }
+        for (int left = threads; left;) {
+          left = 0;
+          for (current = 0; current < threads; current++)
+            if (!lanes[current].done) swapcontext(&scheduler, &lanes[current].context), left += !lanes[current].done;
+        }
+      }
+}
