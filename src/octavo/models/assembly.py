@@ -19,10 +19,12 @@ from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
+from octavo.quantization.pieces import Format
+from octavo.quantization.random_codes import Storage, random_rows
 from octavo.weights.arrange import flattened, reordered, stacked, transposed, with_shape
 from octavo.weights.block_rows import block_rows
 from octavo.weights.divide import WHOLE, divided
-from octavo.weights.dummy import fill_dummy
+from octavo.weights.dummy import dummy_generator, fill_dummy
 from octavo.weights.stored import StoredTensor
 
 _IGNORED = re.compile(
@@ -195,7 +197,13 @@ class Assembly:
             return kernels.pack_rows(rows)
         tensor = torch.empty(stored.shape, dtype=torch.float32)
         stored.copy_into(tensor)
-        return kernels.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
+        return self._pack_floats(parameter, tensor)
+
+    def _pack_floats(self, parameter: Parameter, tensor: torch.Tensor) -> Panels:
+        """A float32 matrix, rounded where that was asked for."""
+        assert self._ops.decoder is not None
+        rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
+        return self._ops.decoder.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
 
     def _rounded(self, parameter: Parameter, weight: torch.Tensor) -> CodedRows:
         assert self._on_the_fly is not None
@@ -272,23 +280,56 @@ class Assembly:
             shared = isinstance(packed, DenseWeight) and packed.data is tensor and parameter.kind != "linear"
             self._nbytes += 0 if shared else packed.nbytes
 
-    def fill_dummy(self, seed: int) -> Iterator[int]:
-        """Fill every parameter with random values; yields the bytes done after each."""
-        done = 0
+    def fill_dummy(self, seed: int, form: Format | None = None) -> Iterator[int]:
+        """Fill every parameter with random values; yields the bytes of the weights made so far.
+
+        Args:
+            form: what the layers' weights are stored as; None: in full precision.
+        """
         for parameter in self._parameters.values():
-            buffer = self._buffer(parameter)
             divided_up = parameter.shape != self._whole[parameter.name].shape
-            fill_dummy(parameter.name, parameter.kind, buffer, seed + self._rank if divided_up else seed)
-            done += buffer.nbytes
+            own_seed = seed + self._rank if divided_up else seed
+            for start, stop, storage in self._made_up(parameter, form):
+                if storage is None:
+                    self._fill_dummy_rows(parameter, start, stop, own_seed)
+                else:
+                    own, shared = (dummy_generator(f"{parameter.name}:{name}", own_seed, self.device) for name in (start, "order"))
+                    self._keep_coded(parameter, start, random_rows(storage, stop - start, parameter.shape[1], own, shared))
             if self._packs(parameter):
-                assert self._ops.decoder is not None
-                self._segments[parameter.name] = {0: self._ops.decoder.pack_rows(_float_rows(self._partial.pop(parameter.name)))}
-            if parameter.kind == "norm" and self._spec.norm_unit_offset:
-                buffer -= 1.0
+                self._partial.pop(parameter.name, None)
             self._complete(parameter)
-            yield done
+            yield self._nbytes
         for missing in self._missing.values():
             missing.clear()
+
+    def _made_up(self, parameter: Parameter, form: Format | None) -> list[tuple[int, int, Storage | None]]:
+        """Rows [start, stop) of a parameter, and what they are stored as. Experts are alike; parts of other layers need not be."""
+        whole = (0, parameter.shape[0])
+        if form is None or not (parameter.kind == "experts" or _can_be_rounded(parameter)):
+            return [(*whole, None)]
+
+        def storage_of(part: str | None, start: int, stop: int) -> Storage | None:
+            return form.storage(self._source_name(parameter.name, part).removesuffix(".weight"), (stop - start, parameter.shape[1]))
+
+        if parameter.kind == "experts" or not parameter.parts:
+            return [(*whole, storage_of(next(iter(parameter.parts), None), *whole))]
+        parts = [(start, stop, storage_of(name, start, stop)) for name, (start, stop) in parameter.parts.items()]
+        return [(*whole, None)] if all(storage is None for *_, storage in parts) else sorted(parts, key=lambda part: part[0])
+
+    def _fill_dummy_rows(self, parameter: Parameter, start: int, stop: int, seed: int) -> None:
+        rows = self._buffer(parameter)[start:stop]
+        fill_dummy(parameter.name if not start else f"{parameter.name}:{start}", parameter.kind, rows, seed)
+        if parameter.kind == "norm" and self._spec.norm_unit_offset:
+            rows -= 1.0
+        if self._packs(parameter):
+            self._segments.setdefault(parameter.name, {})[start] = self._pack_floats(parameter, rows)
+
+    def _keep_coded(self, parameter: Parameter, start: int, rows: CodedRows) -> None:
+        if self._packs(parameter):
+            assert self._ops.decoder is not None
+            self._segments.setdefault(parameter.name, {})[start] = self._ops.decoder.pack_rows(block_rows(rows))
+        else:
+            self._coded.setdefault(parameter.name, {})[start] = rows
 
     def finish(self) -> Weights:
         """The filled parameters.

@@ -98,7 +98,9 @@ def load_model(
     needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if form is not None and config.device.kind == "cuda":
+    if form is not None and model.load_format == "dummy":
+        needed = made_up_bytes(spec, shard, form, dtype.itemsize)
+    elif form is not None and config.device.kind == "cuda":
         needed = _stored(model.path, gguf, None)[0]
     elif on_the_fly is not None and config.device.kind == "cuda":
         needed //= 2
@@ -131,10 +133,21 @@ def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]
     """
     model = config.model
     stored = stored_format(model.hf_config, os.path.join(model.path, "config.json"))
-    if stored is not None and model.load_format == "dummy":
-        raise ConfigError("--load-format dummy makes random weights in full precision: leave quantization_config out of the config.")
     asked = model.quantization
     return stored, ("fp8" if asked == "fp8" else "int8") if stored is None and asked in ON_THE_FLY else None
+
+
+def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) -> int:
+    """About what made-up weights of a format take: all that a layer multiplies with is stored so, as far as this looks."""
+    total = 0.0
+    for parameter in Division(spec, shard).parameters.values():
+        count = math.prod(parameter.shape)
+        storage = None
+        if parameter.kind in ("linear", "experts") and parameter.name.startswith("layers."):
+            name = f"model.{parameter.name.removesuffix('.weight')}"
+            storage = form.storage(name, (parameter.shape[0], parameter.shape[1]))
+        total += count * (itemsize if storage is None else storage.bits / 8)
+    return int(total)
 
 
 @contextmanager
@@ -187,7 +200,7 @@ def fill(
     try:
         with torch.no_grad():
             if config.model.load_format == "dummy":
-                return _fill_dummy(assembly, needed, config.model.seed, progress)
+                return _fill_dummy(assembly, needed, config.model.seed, progress, form)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
                 total, tensors = _stored(config.model.path, gguf, reader)
                 if form is not None and form.method == "mxfp4":
@@ -204,11 +217,13 @@ def fill(
         raise
 
 
-def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress) -> Weights:
+def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress, form: Format | None) -> Weights:
     progress(_PHASE, 0, total)
-    for done in assembly.fill_dummy(seed):
-        progress(_PHASE, done, total)
-    return assembly.finish()
+    for done in assembly.fill_dummy(seed, form):
+        progress(_PHASE, min(done, total), total)
+    weights = assembly.finish()
+    progress(_PHASE, total, total)
+    return weights
 
 
 def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor], progress: Progress) -> Weights:
