@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import AttentionBackend, GraphAttention, GraphShape
+from octavo.attention.base import AttentionBackend, Calibrated, GraphAttention, GraphShape
 from octavo.attention.select import attention_class, layout_of, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
@@ -120,12 +120,15 @@ class Worker:
             self._graphs,
             self._native_steps(self._attention),
             divisible=config.parallel.world == 1,
+            calibration=self._attention.calibration if isinstance(self._attention, Calibrated) else None,
         )
         self._diagnosis = Diagnosis(self._model, self._tables, self._state)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
             self._state.leave(all_slots(config))
+        if isinstance(self._attention, Calibrated) and self._attention.calibration is not None:
+            self._attention.calibration.begin()
         self._report = self._make_report(size, budget)
         if self._device.type == "cuda":
             # What is there now stays: the collector need not look at it again while steps run.
@@ -364,12 +367,16 @@ class Worker:
     def _cache_warnings(self) -> list[str]:
         """What the user should know about a float8 cache."""
         missing = len(self._model.layer_specs) - len(self._model.kv_scales)
-        if self._config.cache.dtype != "float8_e4m3fn" or not missing:
+        cache = self._config.cache
+        if cache.dtype != "float8_e4m3fn" or cache.calibrate or not missing:
             return []
         where = (
             "the checkpoint has no k_scale and v_scale" if not self._model.kv_scales else f"{missing} layers have no k_scale and v_scale"
         )
-        return [f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto."]
+        return [
+            f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto, "
+            "or have scales found while running: --calculate-kv-scales."
+        ]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
