@@ -189,7 +189,7 @@ class Assembly:
     def _pack(self, parameter: Parameter, stored: StoredTensor) -> Panels:
         kernels = self._ops.decoder
         assert kernels is not None
-        if stored.coded is not None:
+        if stored.coded is not None and stored.encoded is None:
             return kernels.pack_rows(block_rows(stored.coded()))
         rows = None if stored.encoded is None else stored.encoded()
         rounds = self._on_the_fly is not None and _can_be_rounded(parameter)

@@ -37,6 +37,7 @@ from octavo.quantization.on_the_fly import OnTheFly
 from octavo.quantization.pieces import Format
 from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.gguf_coded import packed_bits
 from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
@@ -96,8 +97,11 @@ def load_model(
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     form, on_the_fly = weight_format(config)
     needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
+    packed_on = device if keeps_gguf_packed(ops, device, dtype) else None
     if ops.decoder is not None and gguf is not None:
         needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
+    elif packed_on is not None and gguf is not None:
+        needed = gguf_bytes(gguf, dtype.itemsize) // config.parallel.world
     if form is not None and model.load_format == "dummy":
         needed = made_up_bytes(spec, shard, form, dtype.itemsize)
     elif form is not None and config.device.kind == "cuda":
@@ -110,7 +114,7 @@ def load_model(
 
     with _sharing(ops, config, gguf if on_the_fly is None else None) as packing:
         assembly = Assembly(spec, family.weights, packing, dtype, device, shard=shard, prefix=family.prefix, on_the_fly=on_the_fly)
-        weights = fill(assembly, config, gguf, needed, progress, form)
+        weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
         return build_decoder(
             spec,
@@ -150,6 +154,22 @@ def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) ->
     return int(total)
 
 
+def keeps_gguf_packed(ops: Ops, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers take the blocks of a GGUF file as codes. A GPU's kernels do so for 16-bit models; compiled decoders take the blocks
+    themselves."""
+    return ops.decoder is None and ops.keeps_low_bit and (device.type == "cpu" or dtype != torch.float32)
+
+
+def gguf_bytes(gguf: GgufFile, itemsize: int) -> int:
+    """What the weights of a file take where they are kept packed as codes, and the others have `itemsize` bytes. Embeddings are looked up,
+    and cannot be packed."""
+    total = 0.0
+    for tensor in gguf.tensors.values():
+        bits = None if "_embd" in tensor.name or len(tensor.shape) < 2 else packed_bits(tensor.type)
+        total += math.prod(tensor.shape) * (itemsize if bits is None else bits / 8)
+    return int(total)
+
+
 @contextmanager
 def _sharing(ops: Ops, config: EngineConfig, gguf: GgufFile | None) -> Iterator[Ops]:
     """`ops` whose packed weights other processes share, where they can."""
@@ -186,13 +206,20 @@ def open_header(config: EngineConfig) -> GgufFile | None:
 
 
 def fill(
-    assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed: int, progress: Progress, form: Format | None = None
+    assembly: Assembly,
+    config: EngineConfig,
+    gguf: GgufFile | None,
+    needed: int,
+    progress: Progress,
+    form: Format | None = None,
+    packed_on: torch.device | None = None,
 ) -> Weights:
     """Read (or make up) every weight of a model.
 
     Args:
         needed: bytes that the weights take in memory.
         form: how low-bit weights are stored; None: there are none.
+        packed_on: where matrices of a GGUF file stay packed, if they do.
 
     Raises:
         CheckpointError, ConfigError: see `load_model`.
@@ -202,7 +229,7 @@ def fill(
             if config.model.load_format == "dummy":
                 return _fill_dummy(assembly, needed, config.model.seed, progress, form)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
-                total, tensors = _stored(config.model.path, gguf, reader)
+                total, tensors = _stored(config.model.path, gguf, reader, packed_on)
                 if form is not None and form.method == "mxfp4":
                     tensors = whole_experts(tensors, assembly.device)
                 elif form is not None:
@@ -238,10 +265,12 @@ def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor]
     return weights
 
 
-def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> tuple[int, Iterable[StoredTensor]]:
+def _stored(
+    path: str, gguf: GgufFile | None, reader: ParallelReader | None, packed_on: torch.device | None = None
+) -> tuple[int, Iterable[StoredTensor]]:
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
-        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
+        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on)
     files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))

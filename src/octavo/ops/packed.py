@@ -127,10 +127,23 @@ class Float8Weight:
 
 
 @dataclass(frozen=True)
+class OffsetWeight:
+    """weight = what the codes stand for + the offset of the group: blocks of GGUF that begin at a minimum of their own."""
+
+    codes: Int4Weight | Int8Weight
+    """Columns as they lie, in whole groups."""
+    offsets: torch.Tensor
+    """[groups, out_features] float32"""
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class SegmentedWeight:
     """Parts one below the other that are stored differently: one of q, k and v left as it was, say."""
 
-    parts: tuple[DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight, ...]
+    parts: tuple[DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | OffsetWeight, ...]
     out_features: int
     in_features: int
     nbytes: int
@@ -141,7 +154,7 @@ class SegmentedWeight:
         return cls(tuple(flat), sum(p.out_features for p in flat), flat[0].in_features, sum(p.nbytes for p in flat))
 
 
-LinearWeight = DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | SegmentedWeight
+LinearWeight = DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | OffsetWeight | SegmentedWeight
 """What `Ops.linear` takes, a layer at a time."""
 
 

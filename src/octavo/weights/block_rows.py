@@ -26,10 +26,13 @@ def block_rows(rows: CodedRows) -> EncodedRows:
         assert flat.scales is not None
         scales = _by_block(rows, flat.scales.float())
         zeros = torch.zeros_like(scales) if flat.zeros is None else _by_block(rows, flat.zeros.float())
-        if rows.bits == 4 and _in_half(scales) and _in_half(scales * zeros):
-            return _q4_1(rows.codes, scales, zeros)
+        minimums = -scales * zeros
+        if flat.minimums is not None:
+            minimums = minimums + _by_block(rows, flat.minimums.float())
+        if rows.bits == 4 and _in_half(scales) and _in_half(minimums):
+            return _q4_1(rows.codes, scales, minimums)
         middle = 128.0 if rows.codes.dtype == torch.uint8 else 0.0
-        if rows.bits == 8 and _in_half(scales) and bool((zeros == middle).all()):
+        if rows.bits == 8 and _in_half(scales) and bool((zeros == middle).all()) and flat.minimums is None:
             return _q8_0((rows.codes ^ 128).view(torch.int8) if middle else rows.codes, scales)
     weight = dequantize(rows)
     if float(weight.abs().max()) < _HALF_MAX:
@@ -48,10 +51,10 @@ def _in_half(values: torch.Tensor) -> bool:
     return bool(((size == 0) | ((size >= _HALF_NORMAL) & (size <= _HALF_MAX))).all())
 
 
-def _q4_1(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> EncodedRows:
+def _q4_1(codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> EncodedRows:
     blocks = codes.reshape(len(codes), -1, GROUP)
     nibbles = blocks[..., :16] | blocks[..., 16:] << 4
-    head = torch.stack((scales, -scales * zeros), -1).half().view(torch.uint8)
+    head = torch.stack((scales, minimums), -1).half().view(torch.uint8)
     return _encoded("Q4_1", torch.cat((head, nibbles), -1).flatten(1), codes.shape[1])
 
 
