@@ -16,7 +16,17 @@ from octavo.models.families.base import Target
 from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
 from octavo.ops.coded import CodedRows, dequantize, joined
-from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
+from octavo.ops.packed import (
+    DenseWeight,
+    EncodedRows,
+    ExpertsWeight,
+    LinearWeight,
+    Panels,
+    PanelWeight,
+    SegmentedWeight,
+    added_up,
+    stored_as,
+)
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
 from octavo.quantization.pieces import Format
@@ -90,7 +100,8 @@ class Assembly:
         self._on_the_fly = on_the_fly
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
-        self._nbytes = 0
+        self._kinds: dict[str, int] = {}
+        """Bytes filled so far, by what they are stored as."""
 
     def add(self, stored: StoredTensor) -> None:
         """Copy a tensor to its place.
@@ -229,7 +240,10 @@ class Assembly:
         parts = self._segments.pop(parameter.name)
         weight = PanelWeight(tuple(parts[start] for start in sorted(parts)), *parameter.shape)
         self._panels[parameter.name] = weight
-        self._nbytes += weight.nbytes
+        self._count(weight)
+
+    def _count(self, weight: torch.Tensor | LinearWeight | ExpertsWeight | PanelWeight) -> None:
+        self._kinds = added_up((self._kinds, stored_as(weight)))
 
     def _complete_experts(self, parameter: Parameter) -> None:
         """Of which at least some are stored in few bits: packed together where they are alike, else dequantised."""
@@ -245,7 +259,7 @@ class Assembly:
                 dense[start : start + rows.shape[0]] = dequantize(rows, self._dtype)
             packed = self._ops.pack_experts(dense.view(count, -1, parameter.shape[1]))
         self._experts[parameter.name] = packed
-        self._nbytes += packed.nbytes
+        self._count(packed)
 
     def _complete(self, parameter: Parameter) -> None:
         if self._packs(parameter):
@@ -256,7 +270,7 @@ class Assembly:
             return
         if parameter.name in self._coded:
             self._linears[parameter.name] = low_bit = self._low_bit(parameter)
-            self._nbytes += low_bit.nbytes
+            self._count(low_bit)
             return
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
@@ -265,11 +279,11 @@ class Assembly:
             assert self._division is not None and self._division.spec.moe is not None
             packed_experts = self._ops.pack_experts(tensor.view(self._division.spec.moe.num_experts, -1, parameter.shape[1]))
             self._experts[parameter.name] = packed_experts
-            self._nbytes += packed_experts.nbytes
+            self._count(packed_experts)
             return
         if parameter.kind != "linear":
             self._tensors[parameter.name] = tensor
-            self._nbytes += tensor.nbytes
+            self._count(tensor)
         if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings and self._spec.has_head):
             name = "head" if parameter.name == "embed" else parameter.name
             if self._on_the_fly is not None and _can_be_rounded(parameter):
@@ -278,7 +292,8 @@ class Assembly:
                 packed = self._ops.pack_linear(tensor)
             self._linears[name] = packed
             shared = isinstance(packed, DenseWeight) and packed.data is tensor and parameter.kind != "linear"
-            self._nbytes += 0 if shared else packed.nbytes
+            if not shared:
+                self._count(packed)
 
     def fill_dummy(self, seed: int, form: Format | None = None) -> Iterator[int]:
         """Fill every parameter with random values; yields the bytes of the weights made so far.
@@ -298,7 +313,7 @@ class Assembly:
             if self._packs(parameter):
                 self._partial.pop(parameter.name, None)
             self._complete(parameter)
-            yield self._nbytes
+            yield sum(self._kinds.values())
         for missing in self._missing.values():
             missing.clear()
 
@@ -342,7 +357,7 @@ class Assembly:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
-        return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales(), self._experts)
+        return Weights(self._tensors, self._linears, self._panels, self._kinds, self._complete_scales(), self._experts)
 
     def _complete_scales(self) -> dict[int, KvScales]:
         """Of the layers that have both; k and v have as many numbers, of the heads that are kept."""

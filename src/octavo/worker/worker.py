@@ -388,6 +388,7 @@ class Worker:
             max_model_len=size.max_model_len,
             vocab_size=self._model.spec.vocab_size,
             weights_bytes=budget.weights,
+            weights_kinds=dict(self._model.weights_kinds),
             cache_bytes=self._cache_bytes,
             window=shape.window,
             activation_bytes=budget.activations,
