@@ -58,6 +58,7 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
 def _weights(ready: EngineReady, config: EngineConfig) -> str:
     """Bytes, and what the weights are stored as: the largest share first."""
     kinds = sorted(ready.weights_kinds.items(), key=lambda kind: -kind[1])
+    kinds = [kind for kind in kinds if kind[1] > ready.weights_bytes // 100]
     model = config.model
     source = model.quantization or ("GGUF" if model.path.endswith(".gguf") else "")
     if model.load_format == "dummy":

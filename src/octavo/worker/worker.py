@@ -378,6 +378,19 @@ class Worker:
             "or have scales found while running: --calculate-kv-scales."
         ]
 
+    def _weights_warnings(self) -> list[str]:
+        """What the user should know about weights that were quantised for nothing."""
+        model, device, kinds = self._config.model, self._config.device, self._model.weights_kinds
+        if model.quantization is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
+            return []
+        why = "no kernel here takes them as they are stored"
+        if device.kind == "cuda" and device.capability < (8, 9) and model.quantization in ("fp8", "modelopt"):
+            why = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]}) has no float8; 8.9 or newer has"
+        return [
+            f"Weights quantised with {model.quantization} are kept dequantised ({', '.join(kinds)}): {why}. They run, but take the memory of "
+            "unquantised ones."
+        ]
+
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
         return EngineReady(
@@ -399,5 +412,5 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=[*size.warnings, *self._cache_warnings()],
+            warnings=[*size.warnings, *self._weights_warnings(), *self._cache_warnings()],
         )
