@@ -157,3 +157,17 @@ def test_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(100, 108))
     assert distance(run(packed, ids), run(plain, ids)) < 1e-4
     assert packed.weights_bytes < 0.5 * plain.weights_bytes
+
+
+@pytest.mark.parametrize("name", [*PACKED, "Q6_K"])
+def test_compiled_decoders_keep_them_small(name: str, tmp_path: Path) -> None:
+    """What their kernels do not take as it is becomes groups of 4 or 8 bits where it can, else 16 bits, and never 32."""
+    packed, plain = packed_and_plain(tmp_path, lambda _: name)
+    model, whole = load_file(packed, ops="native"), load_file(plain, ops="native")
+    assert distance(run(model, IDS), run(whole, IDS)) < 2e-3
+    bits = 32 * model.weights_bytes / whole.weights_bytes
+    assert bits < {"Q4_0": 5.1, "Q4_1": 5.1, "Q4_K": 5.1, "Q5_0": 8.6, "Q8_0": 8.6}.get(name, 16.1)
+    fits, little = int(model.weights_bytes * 1.02), int(model.weights_bytes * 0.9)
+    load_file(packed, ops="native", total_bytes=fits)
+    with pytest.raises(ConfigError, match="The weights of tiny need"):
+        load_file(packed, ops="native", total_bytes=little)

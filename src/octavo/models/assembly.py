@@ -32,7 +32,7 @@ from octavo.quantization.on_the_fly import OnTheFly, round_weight
 from octavo.quantization.pieces import Format
 from octavo.quantization.random_codes import Storage, random_rows
 from octavo.weights.arrange import flattened, reordered, stacked, transposed, with_shape
-from octavo.weights.block_rows import block_rows
+from octavo.weights.block_rows import block_rows, unpacked_rows
 from octavo.weights.divide import WHOLE, divided
 from octavo.weights.dummy import dummy_generator, fill_dummy
 from octavo.weights.stored import StoredTensor
@@ -200,14 +200,16 @@ class Assembly:
     def _pack(self, parameter: Parameter, stored: StoredTensor) -> Panels:
         kernels = self._ops.decoder
         assert kernels is not None
-        if stored.coded is not None and stored.encoded is None:
-            return kernels.pack_rows(block_rows(stored.coded()))
         rows = None if stored.encoded is None else stored.encoded()
         rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
         if rows is not None and rows.encoding in kernels.encodings and not (rounds and rows.encoding in ("F32", "F16", "BF16")):
             return kernels.pack_rows(rows)
+        if stored.coded is not None:
+            return kernels.pack_rows(block_rows(stored.coded()))
         tensor = torch.empty(stored.shape, dtype=torch.float32)
         stored.copy_into(tensor)
+        if rows is not None and rows.encoding not in ("F64", "F32", "F16", "BF16"):
+            return kernels.pack_rows(unpacked_rows(tensor))
         return self._pack_floats(parameter, tensor)
 
     def _pack_floats(self, parameter: Parameter, tensor: torch.Tensor) -> Panels:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from octavo.checkpoint.bundled import packed_dir
-from octavo.checkpoint.gguf_file import GgufFile, read_gguf
+from octavo.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
@@ -98,10 +98,8 @@ def load_model(
     form, on_the_fly = weight_format(config)
     needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
     packed_on = device if keeps_gguf_packed(ops, device, dtype) else None
-    if ops.decoder is not None and gguf is not None:
-        needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    elif packed_on is not None and gguf is not None:
-        needed = gguf_bytes(gguf, dtype.itemsize) // config.parallel.world
+    if packed_on is not None and gguf is not None:
+        needed = gguf_bytes(gguf, dtype.itemsize, ops) // config.parallel.world
     if form is not None and model.load_format == "dummy":
         needed = made_up_bytes(spec, shard, form, dtype.itemsize)
     elif form is not None and config.device.kind == "cuda":
@@ -155,19 +153,28 @@ def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) ->
 
 
 def keeps_gguf_packed(ops: Ops, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers take the blocks of a GGUF file as codes. A GPU's kernels do so for 16-bit models; compiled decoders take the blocks
-    themselves."""
-    return ops.decoder is None and ops.keeps_low_bit and (device.type == "cpu" or dtype != torch.float32)
+    """Whether layers take the blocks of a GGUF file as codes. A GPU's kernels do so for 16-bit models; compiled decoders take some blocks
+    themselves, and others as codes."""
+    return ops.decoder is not None or (ops.keeps_low_bit and (device.type == "cpu" or dtype != torch.float32))
 
 
-def gguf_bytes(gguf: GgufFile, itemsize: int) -> int:
-    """What the weights of a file take where they are kept packed as codes, and the others have `itemsize` bytes. Embeddings are looked up,
-    and cannot be packed."""
+def gguf_bytes(gguf: GgufFile, itemsize: int, ops: Ops) -> int:
+    """About what the weights of a file take where they stay packed, and the others have `itemsize` bytes."""
     total = 0.0
     for tensor in gguf.tensors.values():
-        bits = None if "_embd" in tensor.name or len(tensor.shape) < 2 else packed_bits(tensor.type)
-        total += math.prod(tensor.shape) * (itemsize if bits is None else bits / 8)
+        total += math.prod(tensor.shape) * _bits_kept(tensor, itemsize, ops) / 8
     return int(total)
+
+
+def _bits_kept(tensor: GgufTensor, itemsize: int, ops: Ops) -> float:
+    if len(tensor.shape) < 2:
+        return 8 * itemsize
+    if ops.decoder is None:
+        bits = None if "_embd" in tensor.name else packed_bits(tensor.type)  # embeddings are looked up
+        return 8 * itemsize if bits is None else bits
+    if tensor.type in ops.decoder.encodings:
+        return 8 * tensor.nbytes / math.prod(tensor.shape)
+    return {"Q4_K": 5.0, "Q5_0": 8.5}.get(tensor.type, 16.0)
 
 
 @contextmanager

@@ -196,6 +196,8 @@ class EncodedRows:
     """[stored rows, bytes of a row]; may be a mapped file."""
     order: npt.NDArray[Any] | None = None
     """[rows] which stored row each row is; None: as they lie."""
+    unpacked: bool = False
+    """Larger than what the checkpoint has of them."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -34,10 +35,14 @@ def block_rows(rows: CodedRows) -> EncodedRows:
         middle = 128.0 if rows.codes.dtype == torch.uint8 else 0.0
         if rows.bits == 8 and _in_half(scales) and bool((zeros == middle).all()) and flat.minimums is None:
             return _q8_0((rows.codes ^ 128).view(torch.int8) if middle else rows.codes, scales)
-    weight = dequantize(rows)
+    return unpacked_rows(dequantize(rows))
+
+
+def unpacked_rows(weight: torch.Tensor) -> EncodedRows:
+    """A float32 matrix that was stored in few bits: 16 hold them, unless they are too large."""
     if float(weight.abs().max()) < _HALF_MAX:
-        return _encoded("F16", weight.half())
-    return _encoded("F32", weight)
+        return replace(_encoded("F16", weight.half()), unpacked=True)
+    return replace(_encoded("F32", weight), unpacked=True)
 
 
 def _by_block(rows: CodedRows, values: torch.Tensor) -> torch.Tensor:
@@ -47,8 +52,10 @@ def _by_block(rows: CodedRows, values: torch.Tensor) -> torch.Tensor:
 
 
 def _in_half(values: torch.Tensor) -> bool:
+    """Whether float16 holds the values as well as it holds the largest of them."""
     size = values.abs()
-    return bool(((size == 0) | ((size >= _HALF_NORMAL) & (size <= _HALF_MAX))).all())
+    largest = float(size.max())
+    return largest <= _HALF_MAX and (largest >= 2 * _HALF_NORMAL or bool(((size == 0) | (size >= _HALF_NORMAL)).all()))
 
 
 def _q4_1(codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> EncodedRows:
