@@ -408,7 +408,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _float_rows(tensor: torch.Tensor) -> EncodedRows:
     """A float32 matrix as rows to be packed."""
     rows, columns = tensor.shape
-    return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)))
+    return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)), unpacked=True)
 
 
 def _can_be_rounded(parameter: Parameter) -> bool:
