@@ -20,7 +20,8 @@ from octavo.ops.registry import load_ops
 from tests.models.contiguous import run
 from tests.models.test_gguf_families import CASES, load_file, metadata_of
 from tests.support.bundled import bundled_model_path
-from tests.support.gguf_models import Array, small_blocks, tensors_of, write_model
+from tests.support.gguf_blocks import small_blocks
+from tests.support.gguf_models import Array, tensors_of, write_model
 from tests.support.thread_group import together
 from tests.support.tiny_models import config_for, tiny_model
 from tests.unit.weights.test_gguf_coded import KINDS, PACKED

@@ -23,7 +23,7 @@ from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
 from octavo.ops.triton.round_rows import round_rows, scaled_sums
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 from octavo.weights.gguf_coded import coded_rows
-from tests.support.gguf_models import small_blocks
+from tests.support.gguf_blocks import small_blocks
 from tests.support.quantized_layouts import LAYOUTS
 from tests.unit.quantization.test_formats import read
 

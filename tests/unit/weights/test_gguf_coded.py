@@ -15,7 +15,7 @@ from octavo.ops.reference.low_bit import pack_low_bit, unpack
 from octavo.weights.block_rows import block_rows
 from octavo.weights.gguf_blocks import unpack as unpack_blocks
 from octavo.weights.gguf_coded import coded_rows, packed_bits
-from tests.support.gguf_models import blocks_of
+from tests.support.gguf_blocks import blocks_of
 
 PACKED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 KINDS = {"Q4_0": Int4Weight, "Q5_0": Int8Weight, "Q8_0": Int8Weight, "IQ4_NL": TableWeight, "IQ4_XS": TableWeight, "MXFP4": TableWeight}
