@@ -46,14 +46,29 @@ class KvCalibration:
         self._written = torch.zeros(num_blocks, dtype=torch.bool, device=device)
         """Blocks that hold something of a request's."""
         self._tokens = self._steps = 0
+        self._counts = True
         self.running = False
         """Steps are to be computed operation by operation, and under `observing`."""
         self.watching = False
         """Such a step is under way."""
 
     def begin(self) -> None:
-        """From now on steps are those of requests."""
+        """From now on steps are those of requests. What was found before is forgotten."""
+        for scales, largest in zip(self._scales.values(), self._largest.values(), strict=True):
+            scales.k.fill_(1.0), scales.v.fill_(1.0), largest.zero_()
+        self._written.zero_()
+        self._tokens = self._steps = 0
         self.running = bool(self._scales)
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Steps that are made up, so that nothing is compiled when the first request comes; then it begins."""
+        self.running, self._counts = bool(self._scales), False
+        try:
+            yield
+        finally:
+            self._counts = True
+            self.begin()
 
     @contextlib.contextmanager
     def observing(self, tokens: int) -> Iterator[None]:
@@ -61,6 +76,8 @@ class KvCalibration:
         self.watching = True
         try:
             yield
+            if not self._counts:
+                return
             self._tokens += tokens
             self._steps += 1
             if self._tokens >= ENOUGH_TOKENS or self._steps >= ENOUGH_STEPS:

@@ -47,6 +47,7 @@ from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
 if TYPE_CHECKING:
+    from octavo.attention.kv_calibration import KvCalibration
     from octavo.worker.graphs import StepGraphs
     from octavo.worker.native_steps import NativeSteps
 
@@ -120,20 +121,26 @@ class Worker:
             self._graphs,
             self._native_steps(self._attention),
             divisible=config.parallel.world == 1,
-            calibration=self._attention.calibration if isinstance(self._attention, Calibrated) else None,
+            calibration=self._calibration,
         )
         self._diagnosis = Diagnosis(self._model, self._tables, self._state)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
+            if (calibration := self._calibration) is not None:
+                with calibration.rehearsing():
+                    for plan in first_steps(config):
+                        settle(self._runner.launch(plan), config.model.dtype)
             self._state.leave(all_slots(config))
-        if isinstance(self._attention, Calibrated) and self._attention.calibration is not None:
-            self._attention.calibration.begin()
         self._report = self._make_report(size, budget)
         if self._device.type == "cuda":
             # What is there now stays: the collector need not look at it again while steps run.
             gc.collect()
             gc.freeze()
+
+    @property
+    def _calibration(self) -> KvCalibration | None:
+        return self._attention.calibration if isinstance(self._attention, Calibrated) else None
 
     @property
     def cache_shape(self) -> CacheShape:

@@ -174,6 +174,21 @@ def test_it_ends() -> None:
         assert not calibration.running and not calibration.watches(0)
 
 
+def test_a_rehearsal_leaves_nothing_behind() -> None:
+    scales = KvScales(torch.ones(1), torch.ones(1))
+    calibration, cache = KvCalibration({0: scales}, 4, torch.device("cpu")), torch.zeros(2, 4, 1, 4, 16).to(FLOAT8)
+    with calibration.rehearsing():
+        for _ in range(2):
+            assert calibration.running
+            with calibration.observing(ENOUGH_TOKENS):
+                calibration.see(0, torch.full((1, 1, 16), 900.0), torch.ones(1, 1, 16), cache, torch.tensor([5]))
+        assert float(scales.k) > 1
+    assert calibration.running and float(scales.k) == 1.0
+    with calibration.observing(1):
+        calibration.see(0, torch.full((1, 1, 16), 56.0), torch.ones(1, 1, 16), cache, torch.tensor([5]))
+    assert float(scales.k) == 0.25
+
+
 def test_a_step_that_fails_does_not_count() -> None:
     calibration = KvCalibration({0: KvScales(torch.ones(1), torch.ones(1))}, 4, torch.device("cpu"))
     calibration.begin()
