@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from tests.models.test_gguf_packed import packed_and_plain
 from tests.support.tiny_models import save_tiny
 
+GGUF_PLACES = {"Q4_1": 0, "Q8_0": 0, "Q6_K": 208}
+"""Where in a block its scale is."""
 CASES = {
     "model.layers.0.self_attn.q_proj.weight": "in layer 0, before the attention of layer 0",
     "model.layers.1.mlp.up_proj.weight": "in layer 1 or 2, before the attention of layer 2",
@@ -31,3 +36,18 @@ def test_the_layer_is_named(name: str, kernels: str, tmp_path: Path) -> None:
             outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
             assert outputs[0].outputs[0].finish_reason == "error"
             assert CASES[name] in (outputs[0].outputs[0].error or "")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kind", GGUF_PLACES)
+def test_scales_of_a_gguf_file(kind: str, kernels: str, tmp_path: Path) -> None:
+    packed, _ = packed_and_plain(tmp_path, lambda _: kind)
+    (found,) = (t for t in gguf.GGUFReader(packed).tensors if t.name == "blk.1.ffn_up.weight")
+    data, place = bytearray(packed.read_bytes()), int(found.data_offset) + GGUF_PLACES[kind]
+    data[place : place + 2] = np.float16("nan").tobytes()
+    packed.write_bytes(data)
+    settings = {"device": "cpu", "cpu_kernels": kernels, "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
+    with LLM(str(packed), **settings) as llm:
+        outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "in layer 1, behind its attention" in (outputs[0].outputs[0].error or "")

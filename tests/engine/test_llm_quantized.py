@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "quantized"
 SETTINGS: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
@@ -38,3 +40,29 @@ def test_the_option_must_agree() -> None:
         LLM(str(FIXTURES / "auto_awq"), quantization="gptq", **SETTINGS)
     with LLM(str(FIXTURES / "auto_awq"), quantization="awq", **SETTINGS) as llm:
         assert llm.config.model.quantization == "awq"
+
+
+def made_up(folder: Path, quantization: dict[str, Any], **settings: Any) -> LLM:
+    config = write_tiny_checkpoint(folder, max_model_len=128) / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "quantization_config": quantization}
+    config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
+    return LLM(str(folder), load_format="dummy", **(SETTINGS | settings))
+
+
+@pytest.mark.parametrize(("kernels", "group", "kept"), [("native", 32, None), ("native", 24, "float32, float16"), ("torch", 32, "float32")])
+def test_what_low_bit_weights_are_kept_in_is_told(kernels: str, group: int, kept: str | None, tmp_path: Path) -> None:
+    with made_up(tmp_path, {"quant_method": "awq", "bits": 4, "group_size": group}, cpu_kernels=kernels) as llm:
+        output = llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+        assert output[0].outputs[0].finish_reason == "length"
+        report = llm.ready_report
+        assert sum(report.weights_kinds.values()) == report.weights_bytes
+        told = [w for w in report.warnings if w.startswith("Weights quantised with awq are kept")]
+        if kept is None:
+            assert not told and "4-bit groups" in report.weights_kinds
+        else:
+            assert f"dequantised ({kept})" in told[0] and "take the memory of unquantised ones" in told[0]
+
+
+def test_a_config_without_a_method(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="its quantization_config has no quant_method"):
+        made_up(tmp_path, {"bits": 4})

@@ -17,18 +17,21 @@ from octavo.ops.registry import load_ops
 from octavo.parallel.group import TensorGroup
 from tests.models.contiguous import ContiguousAttend, load, run
 from tests.models.test_parity import CASES, IDS
+from tests.models.test_quantized_models import SIZES as LOW_BIT_SIZES
+from tests.models.test_quantized_models import quantize
+from tests.support.quantized_layouts import LAYOUTS
 from tests.support.thread_group import ThreadPipeline, one_after_the_other, together
 from tests.support.tiny_models import config_for, save_tiny
 
 EXPERTS = [name for name in CASES if any(part in name for part in ("moe", "mixtral", "deepseek", "gpt-oss"))]
 
 
-def logits_of_ranks(folder: Path, size: int, *, whole_experts: bool = False, **settings: Any) -> list[torch.Tensor]:
+def logits_of_ranks(folder: Path, size: int, *, whole_experts: bool = False, ops: str = "cpu", **settings: Any) -> list[torch.Tensor]:
     config = config_for(folder, **settings)
     config = replace(config, parallel=ParallelConfig(tensor=size, whole_experts=whole_experts))
 
     def rank(group: TensorGroup) -> torch.Tensor:
-        model = load_model(config, load_ops("cpu"), torch.device("cpu"), lambda *_: None, group)
+        model = load_model(config, load_ops(ops), torch.device("cpu"), lambda *_: None, group)
         return run(model, IDS, chunks=[30, 1, 9])
 
     return together(size, rank)
@@ -91,6 +94,20 @@ def test_low_bit_checkpoints(name: str, size: int) -> None:
     """Groups are cut where ranks are; a rank's scales are those of its part."""
     expected = run(load(QUANTIZED / name), IDS)
     for logits in logits_of_ranks(QUANTIZED / name, size):
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["awq-32", "gptq-act-order", "gptq-8-act-order", "w4a16-act-order", "gptq-v2", "squeezellm-3-sparse", "w8a16", "nf4", "mxfp4"]
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_kinds(name: str, size: int, tmp_path: Path) -> None:
+    """Each rank computes with its part as it is packed, also where an activation order scatters its groups, or ranks share some."""
+    folder = tmp_path / "m"
+    save_tiny(folder, "llama", **LOW_BIT_SIZES)
+    plain = quantize(folder, LAYOUTS[name])
+    expected = run(load(plain), IDS)
+    for logits in logits_of_ranks(folder, size, ops="reference"):
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
 
 

@@ -191,6 +191,7 @@ def compressed(
         "symmetric": symmetric,
         "strategy": strategy,
         "group_size": group if strategy == "group" else None,
+        "actorder": "group" if act_order else None,
     }
     return _with_inputs(weights, inputs, layout, tensors, _affine(codes, zeros, scales, group_of), "int")
 

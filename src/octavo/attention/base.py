@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from octavo.attention.kv_calibration import KvCalibration
     from octavo.protocol.step import Int32
 
 
@@ -111,6 +112,15 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks in every layer; all reads happen before any write."""
+
+
+@runtime_checkable
+class Calibrated(AttentionBackend, Protocol):
+    """A backend that may find the scales of its cache while the first tokens are computed."""
+
+    @property
+    def calibration(self) -> KvCalibration | None:
+        """None: its scales are known."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, KvScales, LayerSpec, StepBatch
-from octavo.attention.paged_cache import FLOAT8, PagedCache
+from octavo.attention.kv_calibration import FLOAT8
+from octavo.attention.paged_cache import PagedCache
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.attention import QkNorm
@@ -43,6 +44,8 @@ def unsupported(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> str | No
     dtype, cache = config.model.dtype, config.cache.dtype
     if dtype not in ("bfloat16", "float16") or cache not in (dtype, "float8_e4m3fn"):
         return f"it runs bfloat16 and float16 models with a cache of the same type or fp8, not {dtype} with a {cache} cache"
+    if config.cache.calibrate:
+        return "it takes scales as numbers, and cannot have those that --calculate-kv-scales finds while running"
     if any(layer.value_dim is not None or layer.sinks is not None for layer in layers):
         return "latent attention and attention sinks, which this model needs, are not wired to it"
     sizes = sorted({layer.head_dim for layer in layers} - set(_HEAD_SIZES))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, SharedPrefixes, StepBatch
-from octavo.attention.paged_cache import FLOAT8, PagedCache
+from octavo.attention.kv_calibration import FLOAT8
+from octavo.attention.paged_cache import PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many

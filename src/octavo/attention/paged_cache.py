@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from octavo.attention.base import KvScales, LayerSpec
+from octavo.attention.kv_calibration import FLOAT8, LARGEST_FLOAT8, KvCalibration
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.triton.rope_cache import rope_cache
-
-FLOAT8 = torch.float8_e4m3fn
-_LARGEST_FLOAT8 = 448.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class PagedCache:
         dtype: of the cache: bfloat16, float16 or float8_e4m3fn.
         scales: of a float8 cache, by layer; layers without any have 1.0. Other caches ignore them.
         batch_invariant: what is written for a token has the same bits however many are written with it.
+        calibrate: find those of layers without any while the first tokens are computed.
     """
 
     def __init__(
@@ -47,6 +46,7 @@ class PagedCache:
         scales: Mapping[int, KvScales] | None = None,
         *,
         batch_invariant: bool = False,
+        calibrate: bool = False,
     ) -> None:
         self.block_size = block_size
         self.dtype = dtype
@@ -62,8 +62,13 @@ class PagedCache:
                 self._caches[layer] = whole[place]
         one = torch.ones(1, dtype=torch.float32, device=device)
         self._scales = [ScaleOfLayer(None, None)] * len(layers)
+        self.calibration: KvCalibration | None = None
         if dtype == FLOAT8:
             given = {layer: KvScales(s.k.to(device), s.v.to(device)) for layer, s in (scales or {}).items()}
+            if calibrate:
+                sought = {i: KvScales(*torch.ones(2, s.num_kv_heads, device=device)) for i, s in enumerate(layers) if i not in given}
+                self.calibration = KvCalibration(sought, num_blocks, device)
+                given |= sought
             self._scales = [ScaleOfLayer(given[i].k, given[i].v) if i in given else ScaleOfLayer(one, one) for i in range(len(layers))]
 
     @staticmethod
@@ -82,22 +87,26 @@ class PagedCache:
         for whole in self._allocations:
             raw = whole.view(torch.uint8) if self.dtype == FLOAT8 else whole
             raw.index_copy_(2, dst.long(), raw.index_select(2, src))
+        if self.calibration is not None:
+            self.calibration.copied(src, dst)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, cache_slots: torch.Tensor) -> None:
         """Store rotated keys, and values. k, v: [tokens, kv_heads, head_dim]; cache_slots: [tokens] int64."""
+        if self.calibration is not None and self.calibration.watches(layer):
+            self.calibration.see(layer, k, v, self._caches[layer], cache_slots)
         block, offset = cache_slots // self.block_size, cache_slots % self.block_size
         scale = self._scales[layer]
         for cache, x, factor in ((self._caches[layer][0], k, scale.k), (self._caches[layer][1], v, scale.v)):
             if factor is None:
                 cache[block, :, offset] = x.to(cache.dtype)
             else:
-                scaled = (x.float() / factor[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
+                scaled = (x.float() / factor[:, None]).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
                 cache.view(torch.uint8)[block, :, offset] = scaled.to(FLOAT8).view(torch.uint8)
 
     def write_qkv(
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, cache_slots: torch.Tensor
     ) -> torch.Tensor:
-        """Norm and rotate q and k, store k and v: one launch.
+        """Norm and rotate q and k, store k and v: one launch, unless scales are being sought.
 
         Args:
             qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; q is overwritten.
@@ -107,18 +116,25 @@ class PagedCache:
         """
         keys, values = self._caches[layer]
         scale = self._scales[layer]
-        return rope_cache(
+        sought = self.calibration is not None and self.calibration.watches(layer)
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        q = rope_cache(
             qkv,
             rotation.positions,
             rotation.table,
-            cache_slots,
+            torch.full_like(cache_slots, -1) if sought else cache_slots,
             keys,
             values,
-            qkv.shape[1] // keys.shape[3] - 2 * keys.shape[1],
+            qkv.shape[1] // head_dim - 2 * kv_heads,
             q_weight=None if qk_norm is None else qk_norm.q,
             k_weight=None if qk_norm is None else qk_norm.k,
             eps=1e-6 if qk_norm is None else qk_norm.eps,
             k_scale=scale.k,
             v_scale=scale.v,
             batch_invariant=self._batch_invariant,
+            keep_keys=sought,
         )
+        if sought:
+            heads = qkv.view(len(qkv), -1, head_dim)
+            self.write(layer, heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], cache_slots)
+        return q

@@ -106,7 +106,8 @@ def make_attention(
 
     Args:
         sliding_blocks: of the second kind of cache, if `layout` has one.
-        scales: of a float8 cache, by layer, as the checkpoint has them.
+        scales: of a float8 cache, by layer, as the checkpoint has them. Those of other layers are found while running, if the config
+            says so.
     """
     if not layout.sliding:
         return _make(config, layers, num_blocks, device, scales)
@@ -132,6 +133,7 @@ def _make(
         case "triton":
             most = config.scheduler.max_num_seqs * config.model.max_model_len
             options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype), "max_gathered": most}
+            options["calibrate"] = config.cache.calibrate
         case "flashinfer":
             options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype)}
         case "triton-invariant":

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, SharedPrefixes, StepBatch
-from octavo.attention.paged_cache import FLOAT8, PagedCache
+from octavo.attention.kv_calibration import FLOAT8, KvCalibration
+from octavo.attention.paged_cache import PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
@@ -100,6 +101,7 @@ class TritonAttention:
         dtype: of the cache: bfloat16, float16 or float8_e4m3fn.
         model_dtype: bfloat16 or float16; default that of the cache.
         scales: of a float8 cache, by layer; default 1.0.
+        calibrate: see `PagedCache`.
         max_gathered: most tokens that prompts of a step can have; bounds the scratch for gathered pages.
     """
 
@@ -116,9 +118,10 @@ class TritonAttention:
         *,
         model_dtype: torch.dtype | None = None,
         scales: Mapping[int, KvScales] | None = None,
+        calibrate: bool = False,
         max_gathered: int = GATHERED_TOKENS,
     ) -> None:
-        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales)
+        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales, calibrate=calibrate)
         self._layers = layers
         self._geometries = [Geometry.of(layer) for layer in layers]
         self._dtype = dtype
@@ -150,6 +153,11 @@ class TritonAttention:
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         self.cache.copy_blocks(src, dst)
+
+    @property
+    def calibration(self) -> KvCalibration | None:
+        """See `attention.base.Calibrated`."""
+        return self.cache.calibration
 
     # Eager steps
 

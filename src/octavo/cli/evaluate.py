@@ -67,7 +67,7 @@ def run(options: Namespace) -> int:
         with open_llm(options) as llm:
             if any(max(window) >= llm.config.model.vocab_size for window in windows):
                 raise ConfigError(f"--against {against}: it has other tokens than the first model.")
-            theirs = _score(llm, windows)
+            theirs, against = _score(llm, windows), against or llm.config.model.name
     _publish(options, engine, windows, ours, theirs, against)
     return 0
 

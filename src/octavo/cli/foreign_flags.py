@@ -92,7 +92,7 @@ FOREIGN_FLAGS: tuple[ForeignFlag, ...] = (
     ),
     *_ignored(
         "it has no effect here",
-        switches="disable-sliding-window calculate-kv-scales enforce-eager-inductor allow-deprecated-quantization "
+        switches="disable-sliding-window enforce-eager-inductor allow-deprecated-quantization "
         "enable-prompt-embeds enable-return-routed-experts enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none "
         "log-error-stack trust-request-chat-template-kwargs async-engine",
         values="task convert override-pooler-config pooler-config additional-config override-neuron-config "

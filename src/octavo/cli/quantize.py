@@ -7,8 +7,11 @@ The tools pin versions of torch and transformers of their own. So they run in a 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 
 from octavo.cli.flags import choice, positive_int
 from octavo.cli.parser import CommandParser, Namespace, UsageError
+from octavo.cli.tool_output import run_tool
 from octavo.errors import ConfigError
 
 
@@ -134,9 +138,17 @@ def run(options: Namespace) -> int:
     require_weights(checkpoint)
     if checkpoint.hf_config.get("quantization_config") is not None:
         raise ConfigError(f"{checkpoint.name} is quantised already. Give the full-precision model.")
+    folder = Path(out).absolute()
+    unfinished = folder.with_name(folder.name + ".part")
+    try:  # now, and not after an hour of work
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent):
+            pass
+    except OSError as e:
+        raise ConfigError(f"--out {out} cannot be written: {e.strerror or e}.") from None
     job = {
         "model": checkpoint.path,
-        "out": str(Path(out).absolute()),
+        "out": str(unfinished),
         "method": method,
         "group": _group(options, checkpoint.hf_config),
         "text": str(Path(getattr(options, "text", "")).absolute()),
@@ -144,10 +156,20 @@ def run(options: Namespace) -> int:
         "window": getattr(options, "window", 512),
     }
     print(f"Quantising {checkpoint.name} to {method} with {tool.package} ...", file=sys.stderr, flush=True)
-    done = subprocess.run([python, "-c", PROGRAMS[tool.package], json.dumps(job)], check=False)
-    if done.returncode:
-        raise ConfigError(f"{tool.package} did not finish (exit code {done.returncode}); its own messages are above.")
-    print(f"Written to {out}. Serve it: octavo serve {out}. What it costs: octavo eval {out} --text FILE --against MODEL.", file=sys.stderr)
+    began = time.monotonic()
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        if code := run_tool([python, "-c", PROGRAMS[tool.package], json.dumps(job)]):
+            raise ConfigError(f"{tool.package} did not finish (exit code {code}); its own messages are above.")
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    against = getattr(options, "model", "") or checkpoint.name
+    print(
+        f"Written to {out} in {time.monotonic() - began:.0f} s. Serve it: octavo serve {out}. "
+        f"What it costs: octavo eval {out} --text FILE --against {against}.",
+        file=sys.stderr,
+    )
     return 0
 
 

@@ -34,14 +34,14 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
             ("Model", f"{config.model.name} ({config.model.architecture})"),
             ("Runs on", f"{ready.device}{threads}, {ready.dtype}"),
             ("Makes", f"{len(config.model.pooling.labels)} classes" if config.model.pooling.labels else f"{ready.embedding_size} numbers"),
-            ("Weights", format_bytes(ready.weights_bytes)),
+            ("Weights", _weights(ready, config)),
             ("Fits", f"prompts of up to {ready.max_model_len:,} tokens"),
             ("Started in", _phases(ready)),
         ]
     return [
         ("Model", f"{config.model.name} ({config.model.architecture})"),
         ("Runs on", f"{ready.device}{threads}, {ready.dtype}, attention {ready.attention}"),
-        ("Weights", format_bytes(ready.weights_bytes)),
+        ("Weights", _weights(ready, config)),
         ("Activations", format_bytes(ready.activation_bytes)),
         ("Other processes", format_bytes(ready.other_bytes)),
         ("KV cache", f"{format_bytes(ready.cache_bytes)} = {ready.num_blocks:,} blocks of {ready.block_size} tokens, {ready.kv_dtype}"),
@@ -53,6 +53,19 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
         ),
         ("Started in", _phases(ready)),
     ]
+
+
+def _weights(ready: EngineReady, config: EngineConfig) -> str:
+    """Bytes, and what the weights are stored as: the largest share first."""
+    kinds = sorted(ready.weights_kinds.items(), key=lambda kind: -kind[1])
+    kinds = [kind for kind in kinds if kind[1] > ready.weights_bytes // 100]
+    model = config.model
+    source = model.quantization or ("GGUF" if model.path.endswith(".gguf") else "")
+    if model.load_format == "dummy":
+        source = f"made up{' as ' + source if source else ''}"
+    named = [f"{name} {format_bytes(nbytes)}" for name, nbytes in kinds] if len(kinds) > 1 else [name for name, _ in kinds]
+    stored = " + ".join(named)
+    return format_bytes(ready.weights_bytes) + "".join(f", {part}" for part in (source, stored) if part)
 
 
 def _phases(ready: EngineReady) -> str:

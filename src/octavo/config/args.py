@@ -130,6 +130,11 @@ class EngineArgs:
         group="cache",
         choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
     )
+    calculate_kv_scales: bool = setting(
+        False,
+        "With an fp8 KV cache: find the scales that the checkpoint lacks over the first 512 tokens served.",
+        group="cache",
+    )
     enable_prefix_caching: bool = setting(True, "Reuse the KV cache of equal prompt prefixes.", group="cache")
     swap_space: float = setting(
         4.0, "Preempted requests are recomputed, not swapped; accepted and ignored.", group="cache", status="ignored"

@@ -63,8 +63,10 @@ def quantization_method(asked: str | None, hf_config: Mapping[str, Any], name: s
         raise CheckpointError(f"{name}: its quantization_config must be an object, found {stored!r}.")
     method = stored.get("quant_method") or ("modelopt" if "quant_algo" in stored or "quantization" in stored else None)
     ours = METHODS.get(str(method).lower())
+    known = ", ".join(sorted(set(METHODS.values())))
+    if method is None:
+        raise CheckpointError(f"{name}: its quantization_config has no quant_method, which says how the weights are stored ({known}).")
     if ours is None:
-        known = ", ".join(sorted(set(METHODS.values())))
         raise UnsupportedModel(
             f"{name}: its weights are quantised with {method!r}, which Octavo does not read. It reads {known}, and GGUF."
         )

@@ -108,7 +108,7 @@ def resolve(
     scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
     return EngineConfig(
         model=model,
-        cache=_cache(args, model, device),
+        cache=_cache(args, model, device, warnings),
         scheduler=scheduler,
         attention=_attention(args, device, warnings),
         batch_invariant=_batch_invariant(args, model, device),
@@ -344,21 +344,36 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel:
     )
 
 
-def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheConfig:
+def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> CacheConfig:
     block_size = _whole(args, "block_size", maximum=256)
     utilization = _positive(args, "gpu_memory_utilization", maximum=1.0)
     assert block_size is not None and utilization is not None
     memory = _whole(args, "kv_cache_memory_bytes")
     if memory is None and (gib := _positive(args, "cpu_kvcache_space")) is not None:
         memory = int(gib * 2**30)
+    dtype = _cache_dtype(args, model, device)
     return CacheConfig(
         block_size=block_size,
         memory_utilization=utilization,
         memory_bytes=memory,
         num_blocks_override=_whole(args, "num_gpu_blocks_override", minimum=2),
-        dtype=_cache_dtype(args, model, device),
+        dtype=dtype,
         prefix_caching=args.enable_prefix_caching,
+        calibrate=_calibrates(args, dtype, warnings),
     )
+
+
+def _calibrates(args: EngineArgs, dtype: CacheDTypeName, warnings: list[str]) -> bool:
+    if not args.calculate_kv_scales:
+        return False
+    if dtype != "float8_e4m3fn":
+        warnings.append("--calculate-kv-scales has no effect without --kv-cache-dtype fp8.")
+        return False
+    if args.batch_invariant:
+        raise ConfigError(
+            "--batch-invariant: with --calculate-kv-scales, answers depend on which tokens a server sees first. Leave out one of them."
+        )
+    return True
 
 
 def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheDTypeName:

@@ -97,6 +97,8 @@ class CacheConfig:
     num_blocks_override: int | None
     dtype: CacheDTypeName
     prefix_caching: bool
+    calibrate: bool = False
+    """Scales of a float8 cache that the checkpoint lacks are found over the first tokens."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
         "--logprobs-mode": model.logprobs_mode,
         "--block-size": cache.block_size,
         "--kv-cache-dtype": cache.dtype,
+        "--calculate-kv-scales": cache.calibrate,
         "--num-gpu-blocks-override": cache.num_blocks_override,
         "--enable-prefix-caching": cache.prefix_caching,
         "--max-num-seqs": scheduler.max_num_seqs,

@@ -164,6 +164,7 @@ class ReplicasClient:
             max_num_seqs=sum(r.max_num_seqs for r in reports),
             max_model_len=min(r.max_model_len for r in reports),
             weights_bytes=sum(r.weights_bytes for r in reports),
+            weights_kinds={name: nbytes * len(reports) for name, nbytes in first.weights_kinds.items()},
             cache_bytes=sum(r.cache_bytes for r in reports),
             activation_bytes=sum(r.activation_bytes for r in reports),
             device=several,

@@ -16,13 +16,25 @@ from octavo.models.families.base import Target
 from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
 from octavo.ops.coded import CodedRows, dequantize, joined
-from octavo.ops.packed import DenseWeight, EncodedRows, ExpertsWeight, LinearWeight, Panels, PanelWeight, SegmentedWeight
+from octavo.ops.packed import (
+    DenseWeight,
+    EncodedRows,
+    ExpertsWeight,
+    LinearWeight,
+    Panels,
+    PanelWeight,
+    SegmentedWeight,
+    added_up,
+    stored_as,
+)
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
+from octavo.quantization.pieces import Format
+from octavo.quantization.random_codes import Storage, random_rows
 from octavo.weights.arrange import flattened, reordered, stacked, transposed, with_shape
-from octavo.weights.block_rows import block_rows
+from octavo.weights.block_rows import block_rows, unpacked_rows
 from octavo.weights.divide import WHOLE, divided
-from octavo.weights.dummy import fill_dummy
+from octavo.weights.dummy import dummy_generator, fill_dummy
 from octavo.weights.stored import StoredTensor
 
 _IGNORED = re.compile(
@@ -88,7 +100,8 @@ class Assembly:
         self._on_the_fly = on_the_fly
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
-        self._nbytes = 0
+        self._kinds: dict[str, int] = {}
+        """Bytes filled so far, by what they are stored as."""
 
     def add(self, stored: StoredTensor) -> None:
         """Copy a tensor to its place.
@@ -187,15 +200,23 @@ class Assembly:
     def _pack(self, parameter: Parameter, stored: StoredTensor) -> Panels:
         kernels = self._ops.decoder
         assert kernels is not None
-        if stored.coded is not None:
-            return kernels.pack_rows(block_rows(stored.coded()))
         rows = None if stored.encoded is None else stored.encoded()
         rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
         if rows is not None and rows.encoding in kernels.encodings and not (rounds and rows.encoding in ("F32", "F16", "BF16")):
             return kernels.pack_rows(rows)
+        if stored.coded is not None:
+            return kernels.pack_rows(block_rows(stored.coded()))
         tensor = torch.empty(stored.shape, dtype=torch.float32)
         stored.copy_into(tensor)
-        return kernels.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
+        if rows is not None and rows.encoding not in ("F64", "F32", "F16", "BF16"):
+            return kernels.pack_rows(unpacked_rows(tensor))
+        return self._pack_floats(parameter, tensor)
+
+    def _pack_floats(self, parameter: Parameter, tensor: torch.Tensor) -> Panels:
+        """A float32 matrix, rounded where that was asked for."""
+        assert self._ops.decoder is not None
+        rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
+        return self._ops.decoder.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
 
     def _rounded(self, parameter: Parameter, weight: torch.Tensor) -> CodedRows:
         assert self._on_the_fly is not None
@@ -221,7 +242,10 @@ class Assembly:
         parts = self._segments.pop(parameter.name)
         weight = PanelWeight(tuple(parts[start] for start in sorted(parts)), *parameter.shape)
         self._panels[parameter.name] = weight
-        self._nbytes += weight.nbytes
+        self._count(weight)
+
+    def _count(self, weight: torch.Tensor | LinearWeight | ExpertsWeight | PanelWeight) -> None:
+        self._kinds = added_up((self._kinds, stored_as(weight)))
 
     def _complete_experts(self, parameter: Parameter) -> None:
         """Of which at least some are stored in few bits: packed together where they are alike, else dequantised."""
@@ -237,7 +261,7 @@ class Assembly:
                 dense[start : start + rows.shape[0]] = dequantize(rows, self._dtype)
             packed = self._ops.pack_experts(dense.view(count, -1, parameter.shape[1]))
         self._experts[parameter.name] = packed
-        self._nbytes += packed.nbytes
+        self._count(packed)
 
     def _complete(self, parameter: Parameter) -> None:
         if self._packs(parameter):
@@ -248,7 +272,7 @@ class Assembly:
             return
         if parameter.name in self._coded:
             self._linears[parameter.name] = low_bit = self._low_bit(parameter)
-            self._nbytes += low_bit.nbytes
+            self._count(low_bit)
             return
         tensor = self._partial.pop(parameter.name)
         if parameter.kind == "norm" and self._spec.norm_unit_offset:
@@ -257,11 +281,11 @@ class Assembly:
             assert self._division is not None and self._division.spec.moe is not None
             packed_experts = self._ops.pack_experts(tensor.view(self._division.spec.moe.num_experts, -1, parameter.shape[1]))
             self._experts[parameter.name] = packed_experts
-            self._nbytes += packed_experts.nbytes
+            self._count(packed_experts)
             return
         if parameter.kind != "linear":
             self._tensors[parameter.name] = tensor
-            self._nbytes += tensor.nbytes
+            self._count(tensor)
         if parameter.kind == "linear" or (parameter.name == "embed" and self._spec.tied_embeddings and self._spec.has_head):
             name = "head" if parameter.name == "embed" else parameter.name
             if self._on_the_fly is not None and _can_be_rounded(parameter):
@@ -270,25 +294,59 @@ class Assembly:
                 packed = self._ops.pack_linear(tensor)
             self._linears[name] = packed
             shared = isinstance(packed, DenseWeight) and packed.data is tensor and parameter.kind != "linear"
-            self._nbytes += 0 if shared else packed.nbytes
+            if not shared:
+                self._count(packed)
 
-    def fill_dummy(self, seed: int) -> Iterator[int]:
-        """Fill every parameter with random values; yields the bytes done after each."""
-        done = 0
+    def fill_dummy(self, seed: int, form: Format | None = None) -> Iterator[int]:
+        """Fill every parameter with random values; yields the bytes of the weights made so far.
+
+        Args:
+            form: what the layers' weights are stored as; None: in full precision.
+        """
         for parameter in self._parameters.values():
-            buffer = self._buffer(parameter)
             divided_up = parameter.shape != self._whole[parameter.name].shape
-            fill_dummy(parameter.name, parameter.kind, buffer, seed + self._rank if divided_up else seed)
-            done += buffer.nbytes
+            own_seed = seed + self._rank if divided_up else seed
+            for start, stop, storage in self._made_up(parameter, form):
+                if storage is None:
+                    self._fill_dummy_rows(parameter, start, stop, own_seed)
+                else:
+                    own, shared = (dummy_generator(f"{parameter.name}:{name}", own_seed, self.device) for name in (start, "order"))
+                    self._keep_coded(parameter, start, random_rows(storage, stop - start, parameter.shape[1], own, shared))
             if self._packs(parameter):
-                assert self._ops.decoder is not None
-                self._segments[parameter.name] = {0: self._ops.decoder.pack_rows(_float_rows(self._partial.pop(parameter.name)))}
-            if parameter.kind == "norm" and self._spec.norm_unit_offset:
-                buffer -= 1.0
+                self._partial.pop(parameter.name, None)
             self._complete(parameter)
-            yield done
+            yield sum(self._kinds.values())
         for missing in self._missing.values():
             missing.clear()
+
+    def _made_up(self, parameter: Parameter, form: Format | None) -> list[tuple[int, int, Storage | None]]:
+        """Rows [start, stop) of a parameter, and what they are stored as. Experts are alike; parts of other layers need not be."""
+        whole = (0, parameter.shape[0])
+        if form is None or not (parameter.kind == "experts" or _can_be_rounded(parameter)):
+            return [(*whole, None)]
+
+        def storage_of(part: str | None, start: int, stop: int) -> Storage | None:
+            return form.storage(self._source_name(parameter.name, part).removesuffix(".weight"), (stop - start, parameter.shape[1]))
+
+        if parameter.kind == "experts" or not parameter.parts:
+            return [(*whole, storage_of(next(iter(parameter.parts), None), *whole))]
+        parts = [(start, stop, storage_of(name, start, stop)) for name, (start, stop) in parameter.parts.items()]
+        return [(*whole, None)] if all(storage is None for *_, storage in parts) else sorted(parts, key=lambda part: part[0])
+
+    def _fill_dummy_rows(self, parameter: Parameter, start: int, stop: int, seed: int) -> None:
+        rows = self._buffer(parameter)[start:stop]
+        fill_dummy(parameter.name if not start else f"{parameter.name}:{start}", parameter.kind, rows, seed)
+        if parameter.kind == "norm" and self._spec.norm_unit_offset:
+            rows -= 1.0
+        if self._packs(parameter):
+            self._segments.setdefault(parameter.name, {})[start] = self._pack_floats(parameter, rows)
+
+    def _keep_coded(self, parameter: Parameter, start: int, rows: CodedRows) -> None:
+        if self._packs(parameter):
+            assert self._ops.decoder is not None
+            self._segments.setdefault(parameter.name, {})[start] = self._ops.decoder.pack_rows(block_rows(rows))
+        else:
+            self._coded.setdefault(parameter.name, {})[start] = rows
 
     def finish(self) -> Weights:
         """The filled parameters.
@@ -301,7 +359,7 @@ class Assembly:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
-        return Weights(self._tensors, self._linears, self._panels, self._nbytes, self._complete_scales(), self._experts)
+        return Weights(self._tensors, self._linears, self._panels, self._kinds, self._complete_scales(), self._experts)
 
     def _complete_scales(self) -> dict[int, KvScales]:
         """Of the layers that have both; k and v have as many numbers, of the heads that are kept."""
@@ -350,7 +408,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _float_rows(tensor: torch.Tensor) -> EncodedRows:
     """A float32 matrix as rows to be packed."""
     rows, columns = tensor.shape
-    return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)))
+    return EncodedRows("F32", (rows, columns), np.asarray(tensor.view(torch.uint8)), unpacked=True)
 
 
 def _can_be_rounded(parameter: Parameter) -> bool:

@@ -58,6 +58,7 @@ class CompiledDecoder:
         self.spec = spec
         self.layer_specs = spec.layer_specs
         self.weights_bytes = weights.nbytes
+        self.weights_kinds = weights.kinds
         self.kv_scales = weights.kv_scales
         self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, activations=activations)
 

@@ -37,6 +37,10 @@ class Model(Protocol):
     def weights_bytes(self) -> int: ...
 
     @property
+    def weights_kinds(self) -> Mapping[str, int]:
+        """`weights_bytes` by what the weights are stored as, in words."""
+
+    @property
     def kv_scales(self) -> Mapping[int, KvScales]:
         """By layer, of a float8 KV cache, where the checkpoint has them."""
 
@@ -79,11 +83,15 @@ class Weights:
     """Packed; `head` is among them also when it is tied."""
     panels: Mapping[str, PanelWeight]
     """Linear layers and embedding instead, where they were packed for a compiled decoder; a tied head is `embed`."""
-    nbytes: int
-    """All of it in memory, a tied head counted again where it is packed apart from the embedding."""
+    kinds: Mapping[str, int]
+    """Bytes in memory by what they are stored as, a tied head counted again where it is packed apart from the embedding."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """By layer, of a float8 KV cache."""
     experts: Mapping[str, ExpertsWeight] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,7 @@ class Decoder:
         self.capturable = shard.stages == 1
         self.layer_specs = _with_sinks(share.layer_specs, weights)[layers.start : layers.stop]
         self.weights_bytes = weights.nbytes
+        self.weights_kinds = weights.kinds
         self.kv_scales = weights.kv_scales
         self._ops = ops
         self._embedding = weights.tensors.get("embed")

@@ -38,6 +38,7 @@ class Encoder:
         self.spec = spec
         self.layer_specs = spec.layer_specs
         self.weights_bytes = weights.nbytes
+        self.weights_kinds = weights.kinds
         tensors = weights.tensors
         self._embed, self._positions, self._token_types = tensors["embed"], tensors["positions"], tensors.get("token_types")
         self._embed_norm = norm("embed_norm")

@@ -23,6 +23,7 @@ from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.rope import RopeSpec
 from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
+from octavo.ops.packed import added_up, stored_as
 
 _NAME = "octavo"
 """Of our attention, among those that transformers knows."""
@@ -182,7 +183,8 @@ class TransformersModel:
         self.layer_specs = tuple(recorder.layers[i] for i in range(len(recorder.layers)))
         vocab_size = model.get_output_embeddings().weight.shape[0]
         self.spec = _spec(model.config.get_text_config(), architecture, self.layer_specs, hidden.shape[-1], vocab_size)
-        self.weights_bytes = sum(p.nbytes for p in {p.data_ptr(): p for p in model.parameters()}.values())
+        self.weights_kinds = added_up(stored_as(p) for p in {p.data_ptr(): p for p in model.parameters()}.values())
+        self.weights_bytes = sum(self.weights_kinds.values())
         self._head = model.get_output_embeddings() if self._is_all_head(ids, hidden, recorder) else None
 
     @torch.inference_mode()

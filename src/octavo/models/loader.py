@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from octavo.checkpoint.bundled import packed_dir
-from octavo.checkpoint.gguf_file import GgufFile, read_gguf
+from octavo.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
@@ -37,6 +37,7 @@ from octavo.quantization.on_the_fly import OnTheFly
 from octavo.quantization.pieces import Format
 from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf, rope_divisors
+from octavo.weights.gguf_coded import packed_bits
 from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
@@ -96,9 +97,12 @@ def load_model(
         ops = replace(ops, decoder=None)  # compiled decoders compute in float32
     form, on_the_fly = weight_format(config)
     needed = sum(math.prod(p.shape) for p in Division(spec, shard).parameters.values()) * dtype.itemsize
-    if ops.decoder is not None and gguf is not None:
-        needed = sum(t.nbytes for t in gguf.tensors.values())  # stays packed
-    if form is not None and config.device.kind == "cuda":
+    packed_on = device if keeps_gguf_packed(ops, device, dtype) else None
+    if packed_on is not None and gguf is not None:
+        needed = gguf_bytes(gguf, dtype.itemsize, ops) // config.parallel.world
+    if form is not None and model.load_format == "dummy":
+        needed = made_up_bytes(spec, shard, form, dtype.itemsize)
+    elif form is not None and config.device.kind == "cuda":
         needed = _stored(model.path, gguf, None)[0]
     elif on_the_fly is not None and config.device.kind == "cuda":
         needed //= 2
@@ -108,7 +112,7 @@ def load_model(
 
     with _sharing(ops, config, gguf if on_the_fly is None else None) as packing:
         assembly = Assembly(spec, family.weights, packing, dtype, device, shard=shard, prefix=family.prefix, on_the_fly=on_the_fly)
-        weights = fill(assembly, config, gguf, needed, progress, form)
+        weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
         return build_decoder(
             spec,
@@ -131,10 +135,46 @@ def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]
     """
     model = config.model
     stored = stored_format(model.hf_config, os.path.join(model.path, "config.json"))
-    if stored is not None and model.load_format == "dummy":
-        raise ConfigError("--load-format dummy makes random weights in full precision: leave quantization_config out of the config.")
     asked = model.quantization
     return stored, ("fp8" if asked == "fp8" else "int8") if stored is None and asked in ON_THE_FLY else None
+
+
+def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) -> int:
+    """About what made-up weights of a format take: all that a layer multiplies with is stored so, as far as this looks."""
+    total = 0.0
+    for parameter in Division(spec, shard).parameters.values():
+        count = math.prod(parameter.shape)
+        storage = None
+        if parameter.kind in ("linear", "experts") and parameter.name.startswith("layers."):
+            name = f"model.{parameter.name.removesuffix('.weight')}"
+            storage = form.storage(name, (parameter.shape[0], parameter.shape[1]))
+        total += count * (itemsize if storage is None else storage.bits / 8)
+    return int(total)
+
+
+def keeps_gguf_packed(ops: Ops, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether layers take the blocks of a GGUF file as codes. A GPU's kernels do so for 16-bit models; compiled decoders take some blocks
+    themselves, and others as codes."""
+    return ops.decoder is not None or (ops.keeps_low_bit and (device.type == "cpu" or dtype != torch.float32))
+
+
+def gguf_bytes(gguf: GgufFile, itemsize: int, ops: Ops) -> int:
+    """About what the weights of a file take where they stay packed, and the others have `itemsize` bytes."""
+    total = 0.0
+    for tensor in gguf.tensors.values():
+        total += math.prod(tensor.shape) * _bits_kept(tensor, itemsize, ops) / 8
+    return int(total)
+
+
+def _bits_kept(tensor: GgufTensor, itemsize: int, ops: Ops) -> float:
+    if len(tensor.shape) < 2:
+        return 8 * itemsize
+    if ops.decoder is None:
+        bits = None if "_embd" in tensor.name else packed_bits(tensor.type)  # embeddings are looked up
+        return 8 * itemsize if bits is None else bits
+    if tensor.type in ops.decoder.encodings:
+        return 8 * tensor.nbytes / math.prod(tensor.shape)
+    return {"Q4_K": 5.0, "Q5_0": 8.5}.get(tensor.type, 16.0)
 
 
 @contextmanager
@@ -173,13 +213,20 @@ def open_header(config: EngineConfig) -> GgufFile | None:
 
 
 def fill(
-    assembly: Assembly, config: EngineConfig, gguf: GgufFile | None, needed: int, progress: Progress, form: Format | None = None
+    assembly: Assembly,
+    config: EngineConfig,
+    gguf: GgufFile | None,
+    needed: int,
+    progress: Progress,
+    form: Format | None = None,
+    packed_on: torch.device | None = None,
 ) -> Weights:
     """Read (or make up) every weight of a model.
 
     Args:
         needed: bytes that the weights take in memory.
         form: how low-bit weights are stored; None: there are none.
+        packed_on: where matrices of a GGUF file stay packed, if they do.
 
     Raises:
         CheckpointError, ConfigError: see `load_model`.
@@ -187,9 +234,9 @@ def fill(
     try:
         with torch.no_grad():
             if config.model.load_format == "dummy":
-                return _fill_dummy(assembly, needed, config.model.seed, progress)
+                return _fill_dummy(assembly, needed, config.model.seed, progress, form)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
-                total, tensors = _stored(config.model.path, gguf, reader)
+                total, tensors = _stored(config.model.path, gguf, reader, packed_on)
                 if form is not None and form.method == "mxfp4":
                     tensors = whole_experts(tensors, assembly.device)
                 elif form is not None:
@@ -204,11 +251,13 @@ def fill(
         raise
 
 
-def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress) -> Weights:
+def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress, form: Format | None) -> Weights:
     progress(_PHASE, 0, total)
-    for done in assembly.fill_dummy(seed):
-        progress(_PHASE, done, total)
-    return assembly.finish()
+    for done in assembly.fill_dummy(seed, form):
+        progress(_PHASE, min(done, total), total)
+    weights = assembly.finish()
+    progress(_PHASE, total, total)
+    return weights
 
 
 def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor], progress: Progress) -> Weights:
@@ -223,10 +272,12 @@ def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor]
     return weights
 
 
-def _stored(path: str, gguf: GgufFile | None, reader: ParallelReader | None) -> tuple[int, Iterable[StoredTensor]]:
+def _stored(
+    path: str, gguf: GgufFile | None, reader: ParallelReader | None, packed_on: torch.device | None = None
+) -> tuple[int, Iterable[StoredTensor]]:
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
-        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf)
+        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on)
     files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))

@@ -59,6 +59,7 @@ class PoolingModel:
         self._device = device
         self.vocab_size = model.spec.vocab_size
         self.weights_bytes = model.weights_bytes
+        self.weights_kinds = model.weights_kinds
         hidden = model.spec.hidden_size
         self.embedding_size = 0 if pooling.labels else self._dense[-1][0].shape[0] if self._dense else hidden
 

@@ -43,7 +43,7 @@ class Outliers:
 
 @dataclass(frozen=True)
 class CodedRows:
-    """weight = scale * (code - zero), or scale * table[code]; without scales it is what the code stands for."""
+    """weight = scale * (code - zero) + minimum, or scale * table[code]; without scales it is what the code stands for."""
 
     codes: torch.Tensor
     """[rows, columns]: uint8 for codes of up to 8 bits without sign, int8, or float8_e4m3fn."""
@@ -61,6 +61,8 @@ class CodedRows:
     """Consecutive columns that share a scale; 0: all of a row."""
     group_of: torch.Tensor | None = None
     """[columns] int64: the group of each column where they are not consecutive."""
+    minimums: torch.Tensor | None = None
+    """[row blocks, groups] floating point: where a group begins, in formats whose zero points are no codes."""
     outliers: Outliers | None = None
     activations: Activations = AS_THEY_ARE
 
@@ -91,6 +93,7 @@ class CodedRows:
             codes=self.codes[order],
             scales=None if flat.scales is None else flat.scales[order],
             zeros=None if flat.zeros is None else flat.zeros[order],
+            minimums=None if flat.minimums is None else flat.minimums[order],
             table=self.table if self.table is None or len(self.table) == 1 else self.table[order],
             outliers=outliers,
         )
@@ -108,6 +111,7 @@ class CodedRows:
             codes=self.codes[start:stop],
             scales=None if own.scales is None else own.scales[blocks],
             zeros=None if own.zeros is None else own.zeros[blocks],
+            minimums=None if own.minimums is None else own.minimums[blocks],
             table=self.table if self.table is None or len(self.table) == 1 else self.table[start:stop],
             outliers=outliers,
         )
@@ -131,6 +135,7 @@ class CodedRows:
             part,
             scales=self.scales[:, used],
             zeros=None if self.zeros is None else self.zeros[:, used],
+            minimums=None if self.minimums is None else self.minimums[:, used],
             group_of=None if aligned else group_of,
         )
 
@@ -144,7 +149,7 @@ def with_row_block(rows: CodedRows, block: int) -> CodedRows:
     def spread(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values.repeat_interleave(rows.row_block, 0)[:count][::block].contiguous()
 
-    return replace(rows, scales=spread(rows.scales), zeros=spread(rows.zeros), row_block=block)
+    return replace(rows, scales=spread(rows.scales), zeros=spread(rows.zeros), minimums=spread(rows.minimums), row_block=block)
 
 
 def joined(parts: Sequence[CodedRows]) -> CodedRows | None:
@@ -164,6 +169,7 @@ def joined(parts: Sequence[CodedRows]) -> CodedRows | None:
         codes=torch.cat([p.codes for p in same]),
         scales=_cat([p.scales for p in same]),
         zeros=_cat([p.zeros for p in same]),
+        minimums=_cat([p.minimums for p in same]),
         table=first.table if _one_table(parts) else _cat(tables),
         row_block=block,
         outliers=_joined_outliers(parts, [0, *begins]),
@@ -176,7 +182,8 @@ def _alike(a: CodedRows, b: CodedRows) -> bool:
         return False
     if (a.activations.scale is None) != (b.activations.scale is None):
         return False
-    for x, y in ((a.scales, b.scales), (a.zeros, b.zeros), (a.table, b.table), (a.group_of, b.group_of)):
+    for name in ("scales", "zeros", "minimums", "table", "group_of"):
+        x, y = getattr(a, name), getattr(b, name)
         if (x is None) != (y is None) or (x is not None and y is not None and x.dtype != y.dtype):
             return False
     if a.scales is not None and b.scales is not None and a.scales.shape[1] != b.scales.shape[1]:
@@ -233,6 +240,8 @@ def dequantize(rows: CodedRows, dtype: torch.dtype = torch.float32) -> torch.Ten
         if flat.zeros is not None:
             weight = weight - _spread(rows, flat.zeros.float())
         weight = weight * _spread(rows, flat.scales.float())
+        if flat.minimums is not None:
+            weight = weight + _spread(rows, flat.minimums.float())
     if (outliers := rows.outliers) is not None:
         weight.index_put_((outliers.rows, outliers.columns), outliers.values.float(), accumulate=True)
     return weight.to(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -127,10 +127,23 @@ class Float8Weight:
 
 
 @dataclass(frozen=True)
+class OffsetWeight:
+    """weight = what the codes stand for + the offset of the group: blocks of GGUF that begin at a minimum of their own."""
+
+    codes: Int4Weight | Int8Weight
+    """Columns as they lie, in whole groups."""
+    offsets: torch.Tensor
+    """[groups, out_features] float32"""
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class SegmentedWeight:
     """Parts one below the other that are stored differently: one of q, k and v left as it was, say."""
 
-    parts: tuple[DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight, ...]
+    parts: tuple[DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | OffsetWeight, ...]
     out_features: int
     in_features: int
     nbytes: int
@@ -141,7 +154,7 @@ class SegmentedWeight:
         return cls(tuple(flat), sum(p.out_features for p in flat), flat[0].in_features, sum(p.nbytes for p in flat))
 
 
-LinearWeight = DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | SegmentedWeight
+LinearWeight = DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight | OffsetWeight | SegmentedWeight
 """What `Ops.linear` takes, a layer at a time."""
 
 
@@ -183,6 +196,8 @@ class EncodedRows:
     """[stored rows, bytes of a row]; may be a mapped file."""
     order: npt.NDArray[Any] | None = None
     """[rows] which stored row each row is; None: as they lie."""
+    unpacked: bool = False
+    """Larger than what the checkpoint has of them."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +221,51 @@ class PanelWeight:
     @property
     def nbytes(self) -> int:
         return sum(segment.data.nbytes for segment in self.segments)
+
+
+_PANEL_NAMES: Mapping[PanelKind, str] = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "q4": "4-bit groups",
+    "q8": "8-bit integers",
+}
+
+
+def stored_as(weight: torch.Tensor | LinearWeight | ExpertsWeight | PanelWeight) -> dict[str, int]:
+    """What a weight is stored as, in words, and in how many bytes."""
+    match weight:
+        case Int4Weight():
+            return {"4-bit groups": weight.nbytes}
+        case TableWeight():
+            return {"4-bit tables": weight.nbytes}
+        case Int8Weight():
+            return {"8-bit integers": weight.nbytes}
+        case Float8Weight():
+            return {"8-bit floating point": weight.nbytes}
+        case OffsetWeight():
+            return dict.fromkeys(stored_as(weight.codes), weight.nbytes)
+        case DenseWeight():
+            return {_dtype_name(weight.data): weight.nbytes}
+        case SegmentedWeight():
+            return added_up(stored_as(part) for part in weight.parts)
+        case PanelWeight():
+            return added_up({_PANEL_NAMES[panels.kind]: panels.data.nbytes} for panels in weight.segments)
+        case ExpertsWeight():
+            if weight.low_bit is not None:
+                return stored_as(weight.low_bit)
+            return added_up(map(stored_as, weight.parts)) if weight.parts else {_dtype_name(weight.data): weight.nbytes}
+    return {_dtype_name(weight): weight.nbytes}
+
+
+def added_up(kinds: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The bytes of each name."""
+    total: dict[str, int] = {}
+    for each in kinds:
+        for name, nbytes in each.items():
+            total[name] = total.get(name, 0) + nbytes
+    return total
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -233,6 +233,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     attention: str
     phases: list[Phase]
     warnings: list[str] = []
+    weights_kinds: dict[str, int] = {}
+    """Bytes of the weights by what they are stored as, in words."""
     embedding_size: int = 0
     """Numbers in an embedding; 0 for an engine that makes none."""
     window: int | None = None

@@ -9,6 +9,7 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.ops.coded import CodedRows
+from octavo.quantization.random_codes import Storage
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -84,6 +85,8 @@ class Format:
     marks: frozenset[str]
     """Those of them that only a quantised module has."""
     read: Callable[[Pieces], CodedRows]
+    storage: Callable[[str, tuple[int, int]], Storage | None]
+    """What a module's weight of a shape is stored as, where it is to be made up; None: in full precision."""
     ignored: frozenset[str] = frozenset()
     """Pieces that say nothing about the weight, and are left out."""
 

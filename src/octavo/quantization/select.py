@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
+
 from octavo.config.quantization import quantization_method
 from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.ops.coded import CodedRows
 from octavo.quantization.formats.awq import awq
 from octavo.quantization.formats.bitsandbytes import bitsandbytes
-from octavo.quantization.formats.compressed_tensors import compressed_tensors
+from octavo.quantization.formats.compressed_tensors import FP4_TABLE, MXFP4_RUN, compressed_tensors
 from octavo.quantization.formats.fp8 import fp8, modelopt
 from octavo.quantization.formats.gptq import gptq
 from octavo.quantization.formats.int8 import int8
 from octavo.quantization.formats.squeezellm import squeezellm
 from octavo.quantization.pieces import Format, Pieces
+from octavo.quantization.random_codes import Storage
 from octavo.quantization.settings import Settings
 
 
@@ -36,6 +39,10 @@ def _not_by_module(pieces: Pieces) -> CodedRows:
     raise CheckpointError(f"{pieces.module}: quantised with mxfp4, which is for experts.")
 
 
+def _experts_alone(module: str, shape: tuple[int, int]) -> Storage | None:
+    return Storage("table", group=MXFP4_RUN, scale_dtype=torch.bfloat16, table=FP4_TABLE) if ".experts" in module else None
+
+
 _FORMATS: Final[Mapping[str, Callable[[Settings], Format]]] = {
     "awq": awq,
     "gptq": gptq,
@@ -46,7 +53,7 @@ _FORMATS: Final[Mapping[str, Callable[[Settings], Format]]] = {
     "int8": int8,
     "squeezellm": squeezellm,
     "bitsandbytes": bitsandbytes,
-    "mxfp4": lambda _: Format("mxfp4", frozenset(), frozenset(), _not_by_module),
+    "mxfp4": lambda _: Format("mxfp4", frozenset(), frozenset(), _not_by_module, _experts_alone),
 }
 
 

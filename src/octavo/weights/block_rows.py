@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -26,15 +27,22 @@ def block_rows(rows: CodedRows) -> EncodedRows:
         assert flat.scales is not None
         scales = _by_block(rows, flat.scales.float())
         zeros = torch.zeros_like(scales) if flat.zeros is None else _by_block(rows, flat.zeros.float())
-        if rows.bits == 4 and _in_half(scales) and _in_half(scales * zeros):
-            return _q4_1(rows.codes, scales, zeros)
+        minimums = -scales * zeros
+        if flat.minimums is not None:
+            minimums = minimums + _by_block(rows, flat.minimums.float())
+        if rows.bits == 4 and _in_half(scales) and _in_half(minimums):
+            return _q4_1(rows.codes, scales, minimums)
         middle = 128.0 if rows.codes.dtype == torch.uint8 else 0.0
-        if rows.bits == 8 and _in_half(scales) and bool((zeros == middle).all()):
+        if rows.bits == 8 and _in_half(scales) and bool((zeros == middle).all()) and flat.minimums is None:
             return _q8_0((rows.codes ^ 128).view(torch.int8) if middle else rows.codes, scales)
-    weight = dequantize(rows)
+    return unpacked_rows(dequantize(rows))
+
+
+def unpacked_rows(weight: torch.Tensor) -> EncodedRows:
+    """A float32 matrix that was stored in few bits: 16 hold them, unless they are too large."""
     if float(weight.abs().max()) < _HALF_MAX:
-        return _encoded("F16", weight.half())
-    return _encoded("F32", weight)
+        return replace(_encoded("F16", weight.half()), unpacked=True)
+    return replace(_encoded("F32", weight), unpacked=True)
 
 
 def _by_block(rows: CodedRows, values: torch.Tensor) -> torch.Tensor:
@@ -44,14 +52,16 @@ def _by_block(rows: CodedRows, values: torch.Tensor) -> torch.Tensor:
 
 
 def _in_half(values: torch.Tensor) -> bool:
+    """Whether float16 holds the values as well as it holds the largest of them."""
     size = values.abs()
-    return bool(((size == 0) | ((size >= _HALF_NORMAL) & (size <= _HALF_MAX))).all())
+    largest = float(size.max())
+    return largest <= _HALF_MAX and (largest >= 2 * _HALF_NORMAL or bool(((size == 0) | (size >= _HALF_NORMAL)).all()))
 
 
-def _q4_1(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> EncodedRows:
+def _q4_1(codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> EncodedRows:
     blocks = codes.reshape(len(codes), -1, GROUP)
     nibbles = blocks[..., :16] | blocks[..., 16:] << 4
-    head = torch.stack((scales, -scales * zeros), -1).half().view(torch.uint8)
+    head = torch.stack((scales, minimums), -1).half().view(torch.uint8)
     return _encoded("Q4_1", torch.cat((head, nibbles), -1).flatten(1), codes.shape[1])
 
 

@@ -7,6 +7,11 @@ import zlib
 import torch
 
 
+def dummy_generator(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """Where the random numbers of a parameter come from."""
+    return torch.Generator(device=device).manual_seed((seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**63)
+
+
 def fill_dummy(name: str, kind: str, tensor: torch.Tensor, seed: int) -> None:
     """Fill a parameter in place: matrices normal with variance 1 / inputs (LeCun et al. 1998), norms 1, biases small.
 
@@ -18,6 +23,6 @@ def fill_dummy(name: str, kind: str, tensor: torch.Tensor, seed: int) -> None:
     if kind == "norm":
         tensor.fill_(1.0)
         return
-    generator = torch.Generator(device=tensor.device).manual_seed((seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**63)
+    generator = dummy_generator(name, seed, tensor.device)
     std = 0.02 if kind in ("bias", "exact") else tensor.shape[-1] ** -0.5
     tensor.normal_(0.0, std, generator=generator)

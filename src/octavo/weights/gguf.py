@@ -10,8 +10,10 @@ import torch
 
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
 from octavo.errors import CheckpointError
+from octavo.ops.coded import CodedRows
 from octavo.ops.packed import EncodedRows
 from octavo.weights.gguf_blocks import unpack
+from octavo.weights.gguf_coded import coded_rows, packed_bits
 from octavo.weights.stored import StoredTensor
 
 _CHUNK_VALUES: Final = 2**20
@@ -20,8 +22,11 @@ _CHUNK_VALUES: Final = 2**20
 _ROPE_DIVISORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
-def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
+def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None) -> Iterator[StoredTensor]:
     """The tensors of a parsed file, except the rotary divisors (see `rope_divisors`).
+
+    Args:
+        packed_on: where matrices are wanted as codes too, if they are.
 
     Those of experts, and of heads kept apart, are handed on one by one: `blk.3.ffn_up_exps.weight` as `blk.3.ffn_up_exps.0.weight`, ...
 
@@ -37,7 +42,8 @@ def open_gguf(gguf: GgufFile) -> Iterator[StoredTensor]:
             continue
         for tensor in _slices(whole):
             copier, encoded = _copier(data, tensor, gguf.path), _encoded(data, tensor)
-            yield StoredTensor(tensor.name, tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded)
+            coded = None if packed_on is None else _coded(data, tensor, gguf.path, packed_on)
+            yield StoredTensor(tensor.name, tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded, coded=coded)
 
 
 def _slices(tensor: GgufTensor) -> Iterator[GgufTensor]:
@@ -71,6 +77,23 @@ def _encoded(data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor) -> C
     rows, columns = tensor.shape
     stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
     return lambda: EncodedRows(tensor.type, (rows, columns), stored)
+
+
+def _coded(
+    data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor, path: str, device: torch.device
+) -> Callable[[], CodedRows] | None:
+    if len(tensor.shape) != 2 or packed_bits(tensor.type) is None:
+        return None
+
+    def coded() -> CodedRows:
+        stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(tensor.shape[0], -1)
+        rows = coded_rows(torch.from_numpy(np.array(stored)).to(device), tensor.type)
+        for worth in (rows.scales, rows.minimums):
+            if worth is not None and not bool(torch.isfinite(worth).all()):
+                raise CheckpointError(f"{path}: tensor {tensor.name} holds scales that are NaN or infinite: it is damaged.")
+        return rows
+
+    return coded
 
 
 def _copier(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Final
 
 import torch
 
 from octavo.errors import CheckpointError
 from octavo.ops.coded import CodedRows, dequantize
-from octavo.quantization.formats.compressed_tensors import float4_rows, powers_of_two
+from octavo.quantization.formats.compressed_tensors import MXFP4_RUN, float4_rows, powers_of_two
 from octavo.weights.stored import StoredTensor
 
-RUN: Final = 32
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -54,7 +52,7 @@ def _read(stored: StoredTensor, device: torch.device) -> torch.Tensor:
 
 def _joined(name: str, blocks: StoredTensor, scales: StoredTensor, device: torch.device) -> StoredTensor:
     """[experts * outputs, inputs], from [experts, outputs, runs, 16] bytes and [experts, outputs, runs] exponents."""
-    if len(blocks.shape) != 4 or blocks.shape[3] != RUN // 2 or blocks.shape[:3] != scales.shape:
+    if len(blocks.shape) != 4 or blocks.shape[3] != MXFP4_RUN // 2 or blocks.shape[:3] != scales.shape:
         raise CheckpointError(
             f"{blocks.file}: tensor {blocks.name} has the shape {list(blocks.shape)} and {scales.name} {list(scales.shape)}; they must be "
             "[experts, outputs, runs, 16] and [experts, outputs, runs]."
@@ -65,7 +63,7 @@ def _joined(name: str, blocks: StoredTensor, scales: StoredTensor, device: torch
     experts = scales.shape[0]
 
     def coded() -> CodedRows:
-        return float4_rows(octets, powers_of_two(exponents), RUN)
+        return float4_rows(octets, powers_of_two(exponents), MXFP4_RUN)
 
     def copy_into(destination: torch.Tensor) -> None:
         target, rows = destination.view(octets.shape[0], -1), coded()

@@ -51,6 +51,7 @@ class PoolingWorker:
             max_model_len=config.model.max_model_len,
             vocab_size=self._model.vocab_size,
             weights_bytes=self._model.weights_bytes,
+            weights_kinds=dict(self._model.weights_kinds),
             cache_bytes=0,
             activation_bytes=0,
             total_bytes=config.device.total_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
 
 if TYPE_CHECKING:
+    from octavo.attention.kv_calibration import KvCalibration
     from octavo.worker.graphs import Captured, StepGraphs
     from octavo.worker.native_steps import NativeSteps
 
@@ -107,9 +109,11 @@ class Runner:
         native: NativeSteps | None = None,
         *,
         divisible: bool = True,
+        calibration: KvCalibration | None = None,
     ) -> None:
         """
         Args:
+            calibration: of the cache; while it runs, no step is captured.
             divisible: a step for which there is no memory may be computed in halves. Not where other ranks compute it too.
         """
         self._model = model
@@ -120,6 +124,7 @@ class Runner:
         self._graphs = graphs
         self._native = native
         self._divisible = divisible
+        self._calibration = calibration
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step.
@@ -150,7 +155,7 @@ class Runner:
     @torch.inference_mode()
     def _launch_seated(self, plan: StepPlan, clock: StepClock) -> Launched:
         slots = plan.slots[plan.sample]
-        captured = None if self._graphs is None else self._graphs.fitting(plan)
+        captured = None if self._graphs is None or self._calibrates else self._graphs.fitting(plan)
         if self._graphs is not None and captured is not None:
             if plan.init:
                 self._tables.update(plan)
@@ -184,6 +189,10 @@ class Runner:
                 raise
         return self._compute(plan)[0]
 
+    @property
+    def _calibrates(self) -> bool:
+        return self._calibration is not None and self._calibration.running
+
     def _seat(self, plan: StepPlan) -> None:
         self._state.leave(plan.free_slots)
         self._state.enter(plan.init)
@@ -216,7 +225,9 @@ class Runner:
         scored = bool(self._state.wants_prompt_logprobs[plan.slots].any())
         wanted = last if len(slots) < plan.num_tokens and not scored else None
         batch = gather_inputs(plan, self._tables, None if wanted is None else np.flatnonzero(plan.sample).astype(np.int32))
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention.plan(batch), wanted)
+        attend = self._attention.plan(batch)
+        with self._calibration.observing(plan.num_tokens) if self._calibration is not None and self._calibrates else nullcontext():
+            hidden = self._model.forward(batch.token_ids, batch.positions, attend, wanted)
         if not self._model.makes_logits:
             return [], []
         prompt_scores = self._score_prompts(plan, hidden) if scored else []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import AttentionBackend, GraphAttention, GraphShape
+from octavo.attention.base import AttentionBackend, Calibrated, GraphAttention, GraphShape
 from octavo.attention.select import attention_class, layout_of, make_attention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
@@ -47,6 +47,7 @@ from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
 if TYPE_CHECKING:
+    from octavo.attention.kv_calibration import KvCalibration
     from octavo.worker.graphs import StepGraphs
     from octavo.worker.native_steps import NativeSteps
 
@@ -120,17 +121,26 @@ class Worker:
             self._graphs,
             self._native_steps(self._attention),
             divisible=config.parallel.world == 1,
+            calibration=self._calibration,
         )
         self._diagnosis = Diagnosis(self._model, self._tables, self._state)
         with self._phase("warm-up"):
             for plan in first_steps(config):
                 settle(self._runner.launch(plan), config.model.dtype)
+            if (calibration := self._calibration) is not None:
+                with calibration.rehearsing():
+                    for plan in first_steps(config):
+                        settle(self._runner.launch(plan), config.model.dtype)
             self._state.leave(all_slots(config))
         self._report = self._make_report(size, budget)
         if self._device.type == "cuda":
             # What is there now stays: the collector need not look at it again while steps run.
             gc.collect()
             gc.freeze()
+
+    @property
+    def _calibration(self) -> KvCalibration | None:
+        return self._attention.calibration if isinstance(self._attention, Calibrated) else None
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -364,12 +374,29 @@ class Worker:
     def _cache_warnings(self) -> list[str]:
         """What the user should know about a float8 cache."""
         missing = len(self._model.layer_specs) - len(self._model.kv_scales)
-        if self._config.cache.dtype != "float8_e4m3fn" or not missing:
+        cache = self._config.cache
+        if cache.dtype != "float8_e4m3fn" or cache.calibrate or not missing:
             return []
         where = (
             "the checkpoint has no k_scale and v_scale" if not self._model.kv_scales else f"{missing} layers have no k_scale and v_scale"
         )
-        return [f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto."]
+        return [
+            f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto, "
+            "or have scales found while running: --calculate-kv-scales."
+        ]
+
+    def _weights_warnings(self) -> list[str]:
+        """What the user should know about weights that were quantised for nothing."""
+        model, device, kinds = self._config.model, self._config.device, self._model.weights_kinds
+        if model.quantization is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
+            return []
+        why = "no kernel here takes them as they are stored"
+        if device.kind == "cuda" and device.capability < (8, 9) and model.quantization in ("fp8", "modelopt"):
+            why = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]}) has no float8; 8.9 or newer has"
+        return [
+            f"Weights quantised with {model.quantization} are kept dequantised ({', '.join(kinds)}): {why}. They run, but take the memory of "
+            "unquantised ones."
+        ]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
@@ -381,6 +408,7 @@ class Worker:
             max_model_len=size.max_model_len,
             vocab_size=self._model.spec.vocab_size,
             weights_bytes=budget.weights,
+            weights_kinds=dict(self._model.weights_kinds),
             cache_bytes=self._cache_bytes,
             window=shape.window,
             activation_bytes=budget.activations,
@@ -391,5 +419,5 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=[*size.warnings, *self._cache_warnings()],
+            warnings=[*size.warnings, *self._weights_warnings(), *self._cache_warnings()],
         )

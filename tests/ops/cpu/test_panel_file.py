@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,16 @@ def test_the_second_load_packs_nothing_and_both_map_the_file(checkpoint: Path) -
     for got in (*first, *second):
         assert is_mapped(got, path)
         assert got.data.data_ptr() % panel_file.ALIGNMENT == 0
+
+
+def test_rows_that_had_to_be_unpacked_stay_private_and_void_nothing(checkpoint: Path) -> None:
+    rows = [ROWS[0], replace(random_rows("F16", 48, 64, 5), unpacked=True), *ROWS[1:]]
+    for expected in (len(rows), 1, 1):
+        found, packed = load(checkpoint, rows)
+        assert packed == expected
+        assert_right(found, rows)
+        (path,) = files(checkpoint)
+        assert [is_mapped(got, path) for got in found] == [True, False, *(True for _ in ROWS[1:])]
 
 
 def truncate(path: Path) -> None:

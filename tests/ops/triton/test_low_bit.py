@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.coded import Activations, CodedRows, dequantize, joined
-from octavo.ops.packed import DenseWeight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
+from octavo.ops.packed import DenseWeight, Int4Weight, Int8Weight, LinearWeight, OffsetWeight, SegmentedWeight, TableWeight
 from octavo.ops.reference.low_bit import pack_coded, round_activations, unpack
 from octavo.ops.triton.linear import TritonLinear
 from octavo.ops.triton.low_bit import LowBitLinear
@@ -22,6 +22,8 @@ from octavo.ops.triton.low_bit_matmul import LowBit, LowBitTuning, _exact, add_s
 from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
 from octavo.ops.triton.round_rows import round_rows, scaled_sums
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
+from octavo.weights.gguf_coded import coded_rows
+from tests.support.gguf_blocks import small_blocks
 from tests.support.quantized_layouts import LAYOUTS
 from tests.unit.quantization.test_formats import read
 
@@ -101,6 +103,19 @@ def test_layer_takes_any_number_of_rows(name: str, rows: int, device: torch.devi
     x = torch.randn(rows, 128, device=device).to(half(device))
     got = layer.linear(x, weight, None)  # type: ignore[arg-type]
     assert relative_error(got, x.double() @ dequantize(coded, torch.float64).T) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 16, 257])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "IQ4_XS"])
+def test_blocks_of_gguf(name: str, rows: int, device: torch.device) -> None:
+    raw = torch.from_numpy(small_blocks(name, 48, 512, 5)).to(device)
+    layer, coded = TritonLinear(), coded_rows(raw, name)
+    weight = layer.pack_coded(coded, half(device))
+    assert not isinstance(weight, DenseWeight) and isinstance(weight, OffsetWeight) == (coded.minimums is not None)
+    x, bias = torch.randn(rows, 512, device=device).to(half(device)), torch.randn(48, device=device).to(half(device))
+    for added in (None, bias):
+        expected = x.double() @ dequantize(coded, torch.float64).T + (0 if added is None else added.double())
+        assert relative_error(layer.linear(x, weight, added), expected) < 5e-3
 
 
 def test_no_rows(device: torch.device) -> None:

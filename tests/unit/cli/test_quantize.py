@@ -12,6 +12,7 @@ import torch
 
 from octavo.cli import main
 from octavo.cli.quantize import METHODS, PROGRAMS
+from octavo.cli.tool_output import ToolProgress, lines_of
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_models import save_tiny
 
@@ -101,6 +102,85 @@ def test_the_tool_is_given_the_job_and_its_failure_is_told(
     assert '"method": "int8"' in said
     assert '"group": 64' in said
     assert "llmcompressor did not finish (exit code 3)" in said
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter whose tool draws bars as the real one does, writes a file, and ends as the file `code` says."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "llmcompressor.py").write_text("")
+    (packages / "transformers.py").write_text(
+        "import json, pathlib, sys\n"
+        "print('a warning of the tool')\n"
+        "for stage in (1, 2):\n"
+        "    for i in (0, 1, 2):\n"
+        "        sys.stderr.write(f'\\r({stage}/2): Calibrating:  {50 * i}%|## | {i}/2 [00:01<00:00, 4.96it/s]')\n"
+        "sys.stderr.write('\\n')\n"
+        "out = pathlib.Path(json.loads(sys.argv[1])['out'])\n"
+        "out.mkdir()\n"
+        "(out / 'config.json').write_text('{}')\n"
+        f"sys.exit(int(pathlib.Path({str(tmp_path / 'code')!r}).read_text()))\n"
+    )
+    (tmp_path / "code").write_text("0")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    return sys.executable
+
+
+def test_a_folder_appears_when_it_is_whole(model: Path, tmp_path: Path, tool: str, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "out"
+    command = ["quantize", str(model), "--method", "int8", "--out", str(out), "--python", tool]
+    (tmp_path / "code").write_text("5")
+    assert main(command) == 1
+    said = capfd.readouterr().err
+    assert "a warning of the tool" in said and "exit code 5" in said
+    assert list(out.parent.iterdir()) == []
+    (tmp_path / "code").write_text("0")
+    assert main(command) == 0
+    said = capfd.readouterr().err
+    assert "Calibrating: 0 of 2" in said and "%|" not in said and "a warning" not in said
+    assert f"--against {model}" in said
+    assert [p.name for p in out.parent.iterdir()] == ["out"] and (out / "config.json").exists()
+
+
+def test_a_place_that_cannot_be_written_is_known_before(model: Path, tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(model), "--method", "int8", "--out", "/proc/out", "--python", tool]) == 1
+    assert "--out /proc/out cannot be written" in capsys.readouterr().err
+
+
+def test_bars_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[str, int, int, str]] = []
+    monkeypatch.setattr(ToolProgress, "_draw", lambda _, *bar: drawn.append(bar))
+    progress = ToolProgress()
+    for line in (
+        "(3/31): Calibrating:   0%|          | 0/32 [00:00<?, ?it/s]",
+        "(3/31): Propagating:  94%|█████████▍| 30/32 [00:04<00:00,  6.31it/s]",
+        "Compressing model: 100%|██████████| 210/210 [00:28<00:00,  7.45it/s]",
+        "quantizing model.layers.4:  13%|█▎        | 4/30 [00:12<01:15,  2.92s/it]",
+        " 50%|#####     | 1/2 [00:00<?, ?it/s]",
+        "",
+        "2026-11-30T08:18:12 | GPTQ | METRIC - time 1.29s",
+    ):
+        progress.take(line)
+    assert drawn == [
+        ("Calibrating", 2, 31, "0 of 32"),
+        ("Propagating", 2, 31, "30 of 32"),
+        ("Compressing model", 210, 210, ""),
+        ("quantizing model.layers.4", 4, 30, ""),
+        ("", 1, 2, ""),
+    ]
+    assert list(progress.said) == ["2026-11-30T08:18:12 | GPTQ | METRIC - time 1.29s"]
+
+
+def test_lines_come_whole_however_they_are_cut() -> None:
+    import io
+
+    class Pieces(io.BytesIO):
+        def read1(self, size: int = -1) -> bytes:
+            return super().read1(3)
+
+    assert list(lines_of(io.BufferedReader(Pieces("a bär\rcd\n\nlast".encode())))) == ["a bär", "cd", "", "last"]
+    assert list(lines_of(Pieces("a bär\rcd\n\nlast".encode()))) == ["a bär", "cd", "", "last"]
 
 
 def test_group_size_that_does_not_divide(model: Path, tmp_path: Path, stand_in: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import socket
@@ -51,6 +52,20 @@ def test_the_report_adds_up() -> None:
     assert rows["Left free"] == "1.0 GiB of 8.0 GiB host memory"
     assert rows["Fits"].startswith("16,000 tokens: 31 x 512 (the longest request) or 15 x 1,000; at most 64")
     assert rows["Started in"] == "1.8 s, weights 1.5, warm-up 0.2"
+
+
+def test_the_report_names_what_the_weights_are_stored_as() -> None:
+    config = tiny_config()
+
+    def weights(kinds: dict[str, int], **model: Any) -> str:
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        return dict(report_rows(ready(weights_kinds=kinds), changed))["Weights"]
+
+    mixed = {"bfloat16": GIB // 2, "4-bit groups": GIB * 3 // 2}
+    assert weights(mixed, quantization="awq") == "2.0 GiB, awq, 4-bit groups 1.5 GiB + bfloat16 512.0 MiB"
+    assert weights({"bfloat16": 2 * GIB}) == "2.0 GiB, bfloat16"
+    assert weights({"4-bit groups": 2 * GIB}, path="/m.gguf") == "2.0 GiB, GGUF, 4-bit groups"
+    assert weights({"bfloat16": 2 * GIB}, quantization="fp8", load_format="dummy") == "2.0 GiB, made up as fp8, bfloat16"
 
 
 @pytest.mark.parametrize(("blocks", "tokens", "fit"), [(1, 16, 0), (2, 16, 1), (2, 17, 0), (3, 17, 1), (11, 1, 10)])

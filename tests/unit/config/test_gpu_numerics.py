@@ -34,6 +34,14 @@ def test_float8_cache(name: str) -> None:
     assert config().cache.dtype == "bfloat16"
 
 
+def test_scales_found_while_running() -> None:
+    assert config(kv_cache_dtype="fp8", calculate_kv_scales=True).cache.calibrate
+    assert not config(kv_cache_dtype="fp8").cache.calibrate
+    useless = config(calculate_kv_scales=True)
+    assert not useless.cache.calibrate
+    assert any("--calculate-kv-scales has no effect" in warning for warning in useless.warnings)
+
+
 @pytest.mark.parametrize(
     ("device", "settings", "words"),
     [
@@ -46,6 +54,11 @@ def test_float8_cache(name: str) -> None:
         (CPU, {"batch_invariant": True, "dtype": "bfloat16"}, "--batch-invariant on a CPU needs the native kernels"),
         (HOPPER, {"batch_invariant": True, "attention_backend": "FLASHINFER"}, "FLASHINFER cannot replace"),
         (HOPPER, {"attention_backend": "FLASHINFR"}, "Did you mean FLASHINFER"),
+        (
+            HOPPER,
+            {"batch_invariant": True, "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
+            "--batch-invariant: with --calculate-kv-scales.*Leave out one",
+        ),
     ],
 )
 def test_refusals(device: DeviceInfo, settings: dict[str, Any], words: str) -> None:

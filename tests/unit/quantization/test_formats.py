@@ -183,7 +183,7 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
     ("config", "error", "message"),
     [
         ({"quant_method": "quip"}, UnsupportedModel, "'quip', which Octavo does not read.*awq"),
-        ({}, UnsupportedModel, "None, which Octavo does not read"),
+        ({}, CheckpointError, "has no quant_method"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, UnsupportedModel, "gemv"),
         ({"quant_method": "awq", "bits": 3}, UnsupportedModel, "bits 3 is not supported. Supported: 4"),
         ({"quant_method": "awq"}, CheckpointError, "bits must be a whole number, got nothing"),

@@ -25,6 +25,7 @@ def overrides() -> dict[str, Any]:
         "pack_experts": experts.pack_experts,
         "pack_coded_experts": experts.pack_coded_experts,
         "experts": experts.experts,
+        "keeps_low_bit": False,
     }
 
 

@@ -101,6 +101,8 @@ class PanelFile:
 
     def pack_rows(self, rows: EncodedRows) -> Panels:
         """See `ops.registry.PackRows`."""
+        if rows.unpacked:  # may need far more room than the checkpoint: they stay private
+            return self.pack(rows, None)
         asked = _describe(rows)
         if self.found:
             if self._next < len(self.entries) and self.entries[self._next].rows == asked:
@@ -110,8 +112,7 @@ class PanelFile:
             self._missed = True
         nbytes = self.packed_bytes(rows)
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
-        # Rows that had to be unpacked first may need far more room than the checkpoint: they stay private.
-        if self.found or rows.encoding == "F32" or start + nbytes > len(self.memory):
+        if self.found or start + nbytes > len(self.memory):
             return self.pack(rows, None)
         panels = self.pack(rows, self.memory[start : start + nbytes])
         self._end = start + nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.ops.reference.activation import gated_mul
 from octavo.ops.reference.experts import experts, pack_coded_experts, pack_experts
 from octavo.ops.reference.linear import embedding, linear, pack_linear
-from octavo.ops.reference.low_bit import pack_coded
+from octavo.ops.reference.low_bit import pack_low_bit
 from octavo.ops.reference.norm import add_rms_norm, rms_norm
 from octavo.ops.reference.rope import rope
 from octavo.ops.registry import Ops
@@ -16,7 +16,7 @@ OPS = Ops(
     rope=rope,
     gated_mul=gated_mul,
     pack_linear=pack_linear,
-    pack_coded=pack_coded,
+    pack_coded=pack_low_bit,
     linear=linear,
     embedding=embedding,
     pack_experts=pack_experts,

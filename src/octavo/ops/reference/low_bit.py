@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import Activations, CodedRows, Outliers, dequantize, with_row_block
-from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, SparseRows, TableWeight
+from octavo.ops.packed import (
+    DenseWeight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    LinearWeight,
+    OffsetWeight,
+    SegmentedWeight,
+    SparseRows,
+    TableWeight,
+)
 
 BLOCK: Final = 64
 HALF: Final = 32
@@ -16,9 +27,18 @@ FLOAT8: Final = torch.float8_e4m3fn
 FLOAT8_MAX: Final = 448.0
 
 
-def pack_coded(rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
-    """See `ops.registry.PackCoded`. Groups that no layout has (not a multiple of 32 columns, or cut) are dequantised."""
-    if rows.group_of is not None and (rows.table is not None or rows.codes.dtype == FLOAT8):
+def pack_low_bit(rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
+    """See `ops.registry.PackCoded`."""
+    if rows.minimums is None:
+        return pack_coded(rows, dtype)
+    return with_offsets(pack_coded(replace(rows, minimums=None), dtype), rows, dtype)
+
+
+def pack_coded(rows: CodedRows, dtype: torch.dtype) -> DenseWeight | Int4Weight | TableWeight | Int8Weight | Float8Weight:
+    """`pack_low_bit` where a group is a scale and a zero point. What no layout has (minimums, groups that are not a multiple of 32 columns,
+    or cut) is dequantised."""
+    cut = rows.group_of is not None and (rows.table is not None or rows.codes.dtype == FLOAT8)
+    if cut or rows.minimums is not None:
         return DenseWeight.plain(dequantize(rows, dtype))
     if rows.codes.dtype == FLOAT8:
         return _pack_float8(rows)
@@ -39,6 +59,9 @@ def unpack(weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
             return weight.data.to(dtype)
         case SegmentedWeight():
             return torch.cat([unpack(part, dtype) for part in weight.parts])
+        case OffsetWeight():
+            offsets = weight.offsets.T.repeat_interleave(weight.in_features // len(weight.offsets), 1)
+            return (unpack(weight.codes, torch.float32) + offsets).to(dtype)
         case Float8Weight():
             coded = CodedRows(weight.data, 8, weight.scales, row_block=weight.row_block, group=weight.group)
             return dequantize(coded, dtype)
@@ -206,6 +229,20 @@ def _pack_int8(rows: CodedRows, in_features: int, columns: torch.Tensor | None) 
     return Int8Weight(
         codes.contiguous(), scales, zeros, rows.columns_a_group, columns, rows.activations, rows.shape[0], in_features, nbytes
     )
+
+
+def with_offsets(codes: LinearWeight, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
+    """`rows`, of which all but the minimums are packed as `codes`.
+
+    Groups that another rank has a part of are dequantised: what their inputs add up to could not be had from a view of them.
+    """
+    group, flat = rows.columns_a_group, with_row_block(rows, 1)
+    assert flat.minimums is not None
+    whole = rows.group_of is None and rows.shape[1] % group == 0
+    if whole and isinstance(codes, (Int4Weight, Int8Weight)) and codes.group == group:
+        offsets = flat.minimums.T.float().contiguous()
+        return OffsetWeight(codes, offsets, *rows.shape, codes.nbytes + offsets.nbytes)
+    return DenseWeight.plain(dequantize(rows, dtype))
 
 
 def _pack_float8(rows: CodedRows) -> Float8Weight:

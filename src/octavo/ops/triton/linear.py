@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import bisect
 import functools
+from dataclasses import replace
 
 import torch
 import triton
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows
-from octavo.ops.packed import DenseWeight, LinearWeight, SegmentedWeight
+from octavo.ops.packed import DenseWeight, LinearWeight, OffsetWeight, SegmentedWeight
+from octavo.ops.reference.low_bit import low_bit_linear, with_offsets
 from octavo.ops.triton.low_bit import LowBitLinear
+from octavo.ops.triton.low_bit_matmul import unpack_weight
 from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul
 from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
 
 _HALF = (torch.bfloat16, torch.float16)
+_MOST_SUMMED_ROWS = 256
+"""Beyond them the float32 product of the sums costs more than unpacking."""
 
 
 @functools.cache
@@ -47,13 +52,16 @@ class TritonLinear:
 
     def pack_coded(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
-        return self._low_bit.pack(rows, dtype)
+        weight = self._low_bit.pack(rows if rows.minimums is None else replace(rows, minimums=None), dtype)
+        return weight if rows.minimums is None else with_offsets(weight, rows, dtype)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ops.registry.Linear`."""
         if isinstance(weight, SegmentedWeight):
             out = torch.cat([self.linear(x, part, None) for part in weight.parts], -1)
             return out if bias is None else out + bias
+        if isinstance(weight, OffsetWeight):
+            return self._with_offsets(x, weight, bias)
         if not isinstance(weight, DenseWeight):
             return self._low_bit.linear(x, weight, bias)
         known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
@@ -61,6 +69,19 @@ class TritonLinear:
             return F.linear(x, weight.data, bias)
         tuning = known[bisect.bisect_left(ROW_CLASSES, rows)]
         return F.linear(x, weight.data, bias) if tuning is None else skinny_matmul(x, weight.data, bias, self._workspace, tuning)
+
+    def _with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product with the codes, and what groups add: a small product of the inputs' sums. Of many rows the weight is unpacked anyway."""
+        if x.dtype not in _HALF or not len(x):
+            return low_bit_linear(x, weight, bias)
+        groups = len(weight.offsets)
+        if len(x) <= _MOST_SUMMED_ROWS:
+            out = self._low_bit.linear(x, weight.codes, bias)
+            sums = x.view(len(x), groups, -1).sum(-1, dtype=torch.float32)
+            return torch.addmm(out.float(), sums, weight.offsets).to(x.dtype)
+        unpacked = unpack_weight(weight.codes, x.dtype)
+        unpacked.view(len(unpacked), groups, -1).add_(weight.offsets.T.unsqueeze(-1))
+        return F.linear(x, unpacked, bias)
 
     def _reserve(self, tuning: SkinnyTuning, rows: int, columns: int, device: torch.device) -> None:
         strips = triton.cdiv(columns, tuning.columns)

@@ -7,6 +7,7 @@ import torch
 from octavo.errors import UnsupportedModel
 from octavo.ops.coded import CodedRows
 from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -28,7 +29,9 @@ def awq(settings: Settings) -> Format:
     if not settings.flag("zero_point", True):
         raise UnsupportedModel(f"{settings.where}: AWQ without zero points (zero_point false) is not supported.")
     names = ("qweight", "qzeros", "scales")
-    return Format("awq", frozenset(names), frozenset(names), lambda pieces: _read(pieces, group))
+    storage = Storage("unsigned", group=max(group, 0), zero_points=True)
+    made_up = everywhere(storage, settings.strings("modules_to_not_convert"))
+    return Format("awq", frozenset(names), frozenset(names), lambda pieces: _read(pieces, group), made_up)
 
 
 def _read(pieces: Pieces, group: int) -> CodedRows:

@@ -9,17 +9,25 @@ import torch
 from octavo.errors import UnsupportedModel
 from octavo.ops.coded import CodedRows
 from octavo.quantization.pieces import FLOATS, Format, Pieces
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
+_FP4 = (0.0, 0.0052, 0.6667, 1.0, 0.3333, 0.5, 0.1667, 0.25, -0.0, -0.0052, -0.6667, -1.0, -0.3333, -0.5, -0.1667, -0.25)
+"""About what these tables hold, for weights that are made up: checkpoints bring their own."""
 _FOUR = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 
 
 def bitsandbytes(settings: Settings) -> Format:
+    left_out = settings.strings("llm_int8_skip_modules")
     if settings.flag("load_in_8bit"):
-        return Format("bitsandbytes", frozenset(("weight", "SCB")), frozenset(("SCB",)), _int8, frozenset(("weight_format",)))
+        made_up = everywhere(Storage("signed", scale_dtype=torch.float32), left_out)
+        return Format("bitsandbytes", frozenset(("weight", "SCB")), frozenset(("SCB",)), _int8, made_up, frozenset(("weight_format",)))
     names = frozenset(("weight", *_FOUR, *_STATES))
-    return Format("bitsandbytes", names, names - {"weight"}, _table)
+    table = _FP4 if settings.text("bnb_4bit_quant_type", "nf4") == "fp4" else _NF4
+    made_up = everywhere(Storage("table", group=64, scale_dtype=torch.float32, table=table), left_out)
+    return Format("bitsandbytes", names, names - {"weight"}, _table, made_up)
 
 
 def _int8(pieces: Pieces) -> CodedRows:

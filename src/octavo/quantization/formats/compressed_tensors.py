@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from octavo.errors import CheckpointError, UnsupportedModel
-from octavo.ops.coded import AS_THEY_ARE, Activations, CodedRows
+from octavo.ops.coded import AS_THEY_ARE, ActivationKind, Activations, CodedRows
 from octavo.quantization.formats.fp8 import activation_format, float8_codes
 from octavo.quantization.formats.gptq import group_index
 from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 _PACKED, _NVFP4, _MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
@@ -37,6 +38,8 @@ _MARKS = frozenset(("weight_packed", "weight_scale"))
 _IGNORED = frozenset(("input_global_scale", "output_zero_point"))
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the codes of 4-bit floating point (e2m1) stand for; those from 8 on are negative."""
+MXFP4_RUN = 32
+FP4_TABLE = (*FP4, *(-value for value in FP4))
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Scheme:
     inputs: str
     """none, dynamic or static."""
     layout: str
+    order: bool
+    """Groups follow the order of activations."""
 
 
 def compressed_tensors(settings: Settings) -> Format:
@@ -70,7 +75,15 @@ def compressed_tensors(settings: Settings) -> Format:
     schemes = [_scheme(groups.section(name), layout) for name in groups.values]
     if not schemes:
         raise settings.fail("config_groups", "at least one group of modules")
-    return Format("compressed-tensors", _NAMES, _MARKS, lambda pieces: _read(pieces, _scheme_of(pieces.module, schemes)), _IGNORED)
+    left_out = settings.strings("ignore")
+
+    def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
+        return everywhere(_storage(_scheme_of(module, schemes)), left_out)(module, shape)
+
+    def read(pieces: Pieces) -> CodedRows:
+        return _read(pieces, _scheme_of(pieces.module, schemes))
+
+    return Format("compressed-tensors", _NAMES, _MARKS, read, made_up, _IGNORED)
 
 
 def _scheme(group: Settings, usual_layout: str) -> Scheme:
@@ -99,6 +112,7 @@ def _scheme(group: Settings, usual_layout: str) -> Scheme:
         blocks=blocks,
         inputs=rounded,
         layout=layout,
+        order=weights.values.get("actorder") in (True, "group"),
     )
 
 
@@ -112,6 +126,29 @@ def _scheme_of(module: str, schemes: list[Scheme]) -> Scheme:
             except re.error as e:
                 raise CheckpointError(f"quantization_config: target {target!r} is not a pattern: {e}.") from None
     return next((scheme for scheme in schemes if not all(t.startswith("re:") for t in scheme.targets)), schemes[0])
+
+
+def _storage(scheme: Scheme) -> Storage:
+    group = max(scheme.group, 0)
+    if scheme.kind == "float" and scheme.bits == 4:
+        fine = torch.bfloat16 if scheme.layout == _MXFP4 else torch.float32
+        return Storage("table", group=group, scale_dtype=fine, table=FP4_TABLE)
+    rounded: ActivationKind = "float" if scheme.inputs == "none" else "int8" if scheme.kind == "int" else "float8"
+    high, wide = scheme.blocks or (0 if scheme.strategy == "tensor" else 1, group)
+    static = scheme.inputs == "static"
+    if scheme.kind == "float":
+        return Storage("float8", group=wide, row_block=high, scale_dtype=torch.float32, activations=rounded, calibrated=static)
+    return Storage(
+        "unsigned",
+        1 << scheme.bits,
+        group=wide,
+        row_block=high,
+        zero_points=not scheme.symmetric,
+        scale_dtype=torch.bfloat16,
+        activation_order=scheme.order,
+        activations=rounded,
+        calibrated=static,
+    )
 
 
 def _read(pieces: Pieces, scheme: Scheme) -> CodedRows:
@@ -217,5 +254,5 @@ def float4_rows(packed: torch.Tensor, scales: torch.Tensor, group: int) -> Coded
         packed: [rows, columns / 2] uint8. scales: [rows, groups].
     """
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-    table = torch.tensor([[*FP4, *(-value for value in FP4)]], device=packed.device)
+    table = torch.tensor([FP4_TABLE], device=packed.device)
     return CodedRows(codes, 4, scales, table=table, group=group)

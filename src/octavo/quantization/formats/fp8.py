@@ -7,6 +7,7 @@ import torch
 from octavo.errors import UnsupportedModel
 from octavo.ops.coded import ActivationKind, Activations, CodedRows
 from octavo.quantization.pieces import Format, Pieces
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 _NAMES = frozenset(("weight", "weight_scale", "weight_scale_inv", "input_scale"))
@@ -22,8 +23,15 @@ def fp8(settings: Settings) -> Format:
     if scheme not in ("dynamic", "static"):
         raise UnsupportedModel(f"{settings.where}: activation_scheme {scheme!r} is not supported. Supported: dynamic, static.")
     blocks = settings.block_size("weight_block_size")
-    ignored = frozenset(("input_scale_ub",))
-    return Format("fp8", _NAMES, _MARKS, lambda pieces: read_float8(pieces, blocks, static=scheme == "static"), ignored)
+    ignored, static = frozenset(("input_scale_ub",)), scheme == "static"
+    by_channel = settings.text("quant_method", "fp8") == "fbgemm_fp8"  # the config does not say so, but only this tool does it
+    high, wide = blocks or (1 if by_channel else 0, 0)
+    storage = Storage(
+        "float8", group=wide, row_block=high, scale_dtype=torch.float32, activations="float8", calibrated=static and blocks is None
+    )
+    left_out = (*settings.strings("modules_to_not_convert"), *settings.strings("ignored_layers"))
+    made_up = everywhere(storage, left_out)
+    return Format("fp8", _NAMES, _MARKS, lambda pieces: read_float8(pieces, blocks, static=static), made_up, ignored)
 
 
 def modelopt(settings: Settings) -> Format:
@@ -35,7 +43,9 @@ def modelopt(settings: Settings) -> Format:
     algorithm = inner.text("quant_algo", "none")
     if algorithm != "fp8":
         raise UnsupportedModel(f"{inner.where}: quant_algo {algorithm!r} is not supported. Supported: FP8.")
-    return Format("modelopt", _NAMES, _MARKS, lambda pieces: read_float8(pieces, None, static=True))
+    storage = Storage("float8", row_block=0, scale_dtype=torch.float32, activations="float8", calibrated=True)
+    made_up = everywhere(storage, (*inner.strings("exclude_modules"), *inner.strings("ignore")))
+    return Format("modelopt", _NAMES, _MARKS, lambda pieces: read_float8(pieces, None, static=True), made_up)
 
 
 def read_float8(pieces: Pieces, blocks: tuple[int, int] | None, *, static: bool) -> CodedRows:

@@ -15,6 +15,7 @@ import torch
 from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.ops.coded import CodedRows
 from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 _BITS = (2, 3, 4, 8)
@@ -39,11 +40,23 @@ def gptq(settings: Settings) -> Format:
     usual = _Packing(settings.bits("bits", allowed=_BITS), settings.group_size("group_size"), offset)
     special = _by_module(settings.section("dynamic"), usual)
 
-    def read(pieces: Pieces) -> CodedRows:
-        return _read(pieces, next((p for pattern, p in special if pattern.match(pieces.module)), usual))
+    def packing_of(module: str) -> _Packing:
+        return next((p for pattern, p in special if pattern.match(module)), usual)
+
+    order, symmetric = settings.flag("desc_act"), settings.flag("sym", True)
+    left_out = (
+        *settings.strings("modules_to_not_convert"),
+        *(f"re:{key[2:]}" for key in settings.section("dynamic").values if key.startswith("-:")),
+    )
+
+    def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
+        packing = packing_of(module)
+        group = max(packing.group, 0)
+        storage = Storage("unsigned", 1 << packing.bits, group=group, zero_points=not symmetric, activation_order=order)
+        return everywhere(storage, left_out)(module, shape)
 
     names = frozenset(("qweight", "qzeros", "scales", "g_idx"))
-    return Format("gptq", names, names, read)
+    return Format("gptq", names, names, lambda pieces: _read(pieces, packing_of(pieces.module)), made_up)
 
 
 def _by_module(dynamic: Settings, usual: _Packing) -> list[tuple[re.Pattern[str], _Packing]]:

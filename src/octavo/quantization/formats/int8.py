@@ -6,11 +6,13 @@ import torch
 
 from octavo.ops.coded import Activations, CodedRows
 from octavo.quantization.pieces import Format, Pieces
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 
 def int8(settings: Settings) -> Format:
-    return Format("int8", frozenset(("weight", "weight_scale")), frozenset(("weight_scale",)), _read)
+    made_up = everywhere(Storage("signed", scale_dtype=torch.float32, activations="int8"), settings.strings("modules_to_not_convert"))
+    return Format("int8", frozenset(("weight", "weight_scale")), frozenset(("weight_scale",)), _read, made_up)
 
 
 def _read(pieces: Pieces) -> CodedRows:

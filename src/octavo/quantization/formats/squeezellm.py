@@ -6,6 +6,7 @@ import torch
 
 from octavo.ops.coded import CodedRows, Outliers
 from octavo.quantization.pieces import FLOATS, Format, Pieces, unpacked
+from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
 _TABLE = ("qweight", "lookup_table")
@@ -19,7 +20,12 @@ def squeezellm(settings: Settings) -> Format:
     """
     bits = settings.bits("wbits", "bits", allowed=(3, 4))
     return Format(
-        "squeezellm", frozenset(_TABLE + _SPARSE), frozenset(_TABLE), lambda pieces: _read(pieces, bits), frozenset({"startrows"})
+        "squeezellm",
+        frozenset(_TABLE + _SPARSE),
+        frozenset(_TABLE),
+        lambda pieces: _read(pieces, bits),
+        everywhere(Storage("table", 1 << bits)),
+        frozenset({"startrows"}),
     )
 
 
