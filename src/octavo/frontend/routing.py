@@ -7,10 +7,11 @@ same within one engine; Srivatsa et al. 2024, Preble, across several). A wrong m
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CHUNK = 64
-"""Tokens of a prompt that are remembered together."""
+"""Tokens of a prompt that are remembered together, if nothing else is said."""
 MAX_CHUNKS = 1 << 17
 """Remembered in all: the ones not seen for longest are forgotten first. 8 million tokens."""
 PATIENCE = 1.5
@@ -32,21 +33,34 @@ class PrefixRouter:
     """Decides, and remembers. Not thread-safe.
 
     Args:
-        replicas: how many there are.
+        replicas: how many there are at first.
+        chunk: see `CHUNK`.
         max_chunks: see `MAX_CHUNKS`.
     """
 
-    def __init__(self, replicas: int, *, max_chunks: int = MAX_CHUNKS) -> None:
+    def __init__(self, replicas: int, *, chunk: int = CHUNK, max_chunks: int = MAX_CHUNKS) -> None:
         self.loads = [Load() for _ in range(replicas)]
+        self._chunk = chunk
         self._max_chunks = max_chunks
         self._known: OrderedDict[tuple[int, str], set[int]] = OrderedDict()
         """(hash of all tokens up to the end of a chunk, extra key) -> replicas that computed them; oldest use first."""
         self._next = 0
 
-    def choose(self, tokens: list[int], extra_key: str = "", *, allowed: set[int] | None = None) -> int:
+    def add(self) -> int:
+        """One more replica; its number."""
+        self.loads.append(Load())
+        return len(self.loads) - 1
+
+    def remove(self, replica: int) -> None:
+        """It is gone: nothing of it is known any more. Its number may be given to another one, and must not be allowed before."""
+        self.forget(replica)
+        self.loads[replica] = Load()
+
+    def choose(self, tokens: Sequence[int], extra_key: str = "", *, allowed: set[int] | None = None) -> int:
         """The replica for a prompt.
 
         Args:
+            tokens: of the prompt, or anything else whose beginnings are alike where those of prompts are (the bytes of their text).
             extra_key: prompts with different ones share no cache.
             allowed: those that can take requests now; None: all.
         """
@@ -55,7 +69,7 @@ class PrefixRouter:
         mean = sum(self.loads[i].sequences for i in among) / len(among)
         most = max(idlest + SLACK, PATIENCE * mean)
         ready = [i for i in among if self.loads[i].sequences <= most]
-        keys = _keys(tokens, extra_key)
+        keys = _keys(tokens, extra_key, self._chunk)
         best = self._longest(keys, set(ready))
         if best is None:
             self._next += 1  # equally idle ones take turns
@@ -99,10 +113,10 @@ class PrefixRouter:
             self._known.popitem(last=False)
 
 
-def _keys(tokens: list[int], extra_key: str) -> list[tuple[int, str]]:
+def _keys(tokens: Sequence[int], extra_key: str, chunk: int) -> list[tuple[int, str]]:
     """One for each whole chunk of a prompt, which stands for everything up to its end."""
     keys, before = [], 0
-    for end in range(CHUNK, len(tokens) + 1, CHUNK):
-        before = hash((before, *tokens[end - CHUNK : end]))
+    for end in range(chunk, len(tokens) + 1, chunk):
+        before = hash((before, *tokens[end - chunk : end]))
         keys.append((before, extra_key))
     return keys
