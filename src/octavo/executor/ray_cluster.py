@@ -197,12 +197,13 @@ def listed(hosts: dict[str, int]) -> str:
     return f"The Ray cluster has {sum(hosts.values())}: {each}."
 
 
-def connect(who: str, *, start: bool = True) -> Any:
+def connect(who: str, *, start: bool = True, log_to_driver: bool = True) -> Any:
     """`ray`, connected: to the cluster that this host is in, else to one of this host alone.
 
     Args:
         who: wants it, for messages.
         start: start that one, if there is no cluster.
+        log_to_driver: show here what processes of ours log on other hosts.
 
     Raises:
         ConfigError: it is not installed, or there is no cluster, or it does not answer.
@@ -216,7 +217,7 @@ def connect(who: str, *, start: bool = True) -> Any:
     _knock(os.environ.get("RAY_ADDRESS", ""))
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING}
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as e:

@@ -51,7 +51,6 @@ class Condition:
     state: str
     """Ray Serve's word: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, DELETING."""
     message: str
-    deployed: float
     parts: dict[str, str]
     """Deployment -> its state and how many of its processes are in which state."""
     healthy: bool
@@ -134,7 +133,7 @@ def condition(name: str) -> Condition | None:
     running = sum(n for state, n in replicas.replica_states.items() if _word(state) == "running") if replicas else 0
     healthy = app.status.value == "RUNNING" and all(_word(d.status) == "healthy" for d in app.deployments.values())
     messages = " ".join([app.message, *(d.message for d in app.deployments.values())])
-    return Condition(app.status.value, messages, app.last_deployed_time_s, parts, healthy, running)
+    return Condition(app.status.value, messages, parts, healthy, running)
 
 
 def _connected() -> Any:
@@ -147,7 +146,7 @@ def _connected() -> Any:
         import ray.serve
     except ImportError:
         raise ConfigError("Ray Serve is not installed. pip install 'octavo[deploy]' on every host of the cluster.") from None
-    ray = connect("octavo deploy", start=False)
+    ray = connect("octavo deploy", start=False, log_to_driver=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     return ray
 
@@ -235,11 +234,12 @@ def _application(args: EngineArgs, server: ServerSettings, fleet: FleetSettings,
 
 
 def _wait(fleet: FleetSettings, before: Condition | None, say: Callable[[str], None]) -> Condition:
+    """Until the fleet is ready. From when Ray Serve has taken new settings until all replicas have them, it says DEPLOYING."""
     began = reminded = time.monotonic()
     while True:
         time.sleep(POLL_SECONDS)
         now = condition(fleet.fleet_name)
-        if now is None or (before is not None and now.deployed <= before.deployed):
+        if now is None:
             continue
         late = time.monotonic() - began > fleet.deploy_timeout
         if now.healthy and now.running >= fleet.min_replicas:

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ray.exceptions import RayActorError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from octavo.errors import EngineDead
 from octavo.fleet.call import Call, ReplyHead, make_call
 from octavo.fleet.metrics import merged
 from octavo.frontend.http.errors import BadBody, ErrorReply, describe
+from octavo.frontend.http.sse import OPENAI_STYLE
+
+logger = logging.getLogger(__name__)
 
 KEPT = ("/v1/files", "/v1/batches", "/v1/conversations", "/v1/responses/")
 """Paths of what would have to be kept."""
 ABORTS = ("/abort", "/abort_requests")
+TRIES = 3
+"""Replicas that a request is given to, one after the other, if they end before they answer."""
 ASK_SECONDS = 10.0
 """For an answer of all replicas."""
 _HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"proxy-connection"})
@@ -73,14 +81,22 @@ class FleetIngress:
         return b"".join(parts)
 
     async def _forward(self, call: Call) -> Response:
-        reply = self._calls.answer.remote(call)
-        try:
-            head = await anext(reply)
-        except BaseException:
-            reply.cancel()
-            raise
+        for _ in range(TRIES):
+            reply = self._calls.answer.remote(call)
+            try:
+                head = await anext(reply)
+                break
+            except RayActorError:
+                # Nothing of a reply has been sent: whichever replica is next can make all of it.
+                logger.warning("A replica has ended before it answered %s", call.path)
+            except BaseException:
+                reply.cancel()
+                raise
+        else:
+            return describe(EngineDead("The replicas that were asked have ended. Try again.")).response()
         assert isinstance(head, ReplyHead)
-        response = StreamingResponse(_body_of(reply), head.status)
+        events = any(name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers)
+        response = StreamingResponse(_body_of(reply, events), head.status)
         response.raw_headers = [(name, value) for name, value in head.headers if name.lower() not in _HOP]
         return response
 
@@ -98,10 +114,20 @@ class FleetIngress:
         return Response(json.dumps({"aborted": aborted}), media_type="application/json")
 
 
-async def _body_of(reply: Any) -> AsyncIterator[bytes]:
+async def _body_of(reply: Any, events: bool) -> AsyncIterator[bytes]:
+    """
+    Args:
+        events: the body is a stream of events, which can say that it has failed. Any other is cut off.
+    """
     try:
         async for part in reply:
             yield part
+    except RayActorError:
+        logger.warning("A replica has ended within a reply")
+        if not events:
+            raise
+        yield OPENAI_STYLE.failure(EngineDead("The replica with this request has ended. Send the request again."))
+        yield OPENAI_STYLE.end
     finally:
         with contextlib.suppress(Exception):
             reply.cancel()  # does nothing where it has ended
