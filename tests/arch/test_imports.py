@@ -38,7 +38,7 @@ LAYERS: dict[str, set[str]] = {
     "parallel": LEAVES | {"ops"},
     "models": LEAVES | {"attention", "checkpoint", "layers", "ops", "weights", "quantization", "parallel"},
     "worker": LEAVES | {"attention", "checkpoint", "layers", "models", "ops", "parallel", "quantization", "sampling", "weights"},
-    "fleet": LEAVES | {"executor", "frontend"},
+    "fleet": LEAVES | {"executor", "frontend", "observe"},
     # The composition roots know everything.
     "engine": {"*"},
     "cli": {"*"},

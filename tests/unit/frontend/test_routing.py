@@ -89,3 +89,16 @@ def test_four_replicas_keep_nine_tenths_of_the_hits_of_one_with_four_times_the_c
     result = compare(400, at_once)
     assert result["routed_over_single"] >= 0.9
     assert result["in_turns"]["hit_rate"] < 0.6 * result["single"]["hit_rate"]  # the traffic can tell the difference
+
+
+def test_replicas_come_and_go() -> None:
+    router = PrefixRouter(0, chunk=4)
+    assert (router.add(), router.add()) == (0, 1)
+    first = router.choose(b"a prompt that is known")
+    router.began(first, "one", 3)
+    assert router.choose(b"a prompt that is known too") == first
+    router.remove(first)
+    assert router.loads[first].sequences == 0
+    assert router.choose(b"a prompt that is known", allowed={1 - first}) == 1 - first
+    router.ended(first, "one")  # of the one that is gone
+    assert router.loads[first].sequences == 0
