@@ -27,7 +27,7 @@ def run(options: Namespace) -> int:
     settings = build(ServerSettings, environment_settings(options))
     check_status(settings)
     check_status(args)
-    from octavo.fleet.deploy import delete, deploy, describe
+    from octavo.fleet.deploy import counted, delete, deploy, describe
 
     if fleet.delete:
         delete(fleet)
@@ -40,7 +40,7 @@ def run(options: Namespace) -> int:
             print(f"  {part}: {state}")
         return 0 if now.healthy else 1
     made = deploy(args, settings, fleet, say=lambda line: print(line, file=sys.stderr, flush=True))
-    several = f"{made.replicas}" if made.replicas == made.most_replicas else f"{made.replicas} (up to {made.most_replicas})"
-    print(f"The fleet {made.name} is ready: {several} replicas at {made.url}")
+    most = "" if made.replicas == made.most_replicas else f" (up to {made.most_replicas})"
+    print(f"The fleet {made.name} is ready: {counted(made.replicas)}{most} at {made.url}")
     print(f"`octavo deploy --status --fleet-name {made.name}` says how it is, --delete ends it; deploying it again updates it.")
     return 0

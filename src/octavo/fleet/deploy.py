@@ -85,8 +85,10 @@ def deploy(args: EngineArgs, server: ServerSettings, fleet: FleetSettings, *, sa
             wait_for_applications_running=False,
         )
     except (RayServeException, ValueError) as e:
-        raise ConfigError(f"Ray Serve does not take the fleet {fleet.fleet_name}: {_last_line(str(e))}") from None
-    say(f"{'Updating' if before else 'Starting'} the fleet {fleet.fleet_name}: {fleet.min_replicas} replicas of {args.model}")
+        words = _last_line(str(e)).rpartition("Exception: ")[2]
+        hint = " Give this one another --root-path." if "refix" in words else ""
+        raise ConfigError(f"Ray Serve does not take the fleet {fleet.fleet_name}: {words}{hint}") from None
+    say(f"{'Updating' if before else 'Starting'} the fleet {fleet.fleet_name}: {counted(fleet.min_replicas)} of {args.model}")
     ready = _wait(fleet, before, say)
     return Fleet(fleet.fleet_name, _url(server, route), ready.running, fleet.most_replicas)
 
@@ -128,12 +130,17 @@ def condition(name: str) -> Condition | None:
     parts = {}
     for deployment, status in app.deployments.items():
         counts = ", ".join(f"{n} {_word(state)}" for state, n in status.replica_states.items() if n)
-        parts[deployment] = f"{_word(status.status)}{f' ({counts})' if counts else ''}{f': {status.message}' if status.message else ''}"
+        why = f": {_reason(status.message)}" if status.message else ""
+        parts[deployment] = f"{_word(status.status)}{f' ({counts})' if counts else ''}{why}"
     replicas = app.deployments.get(REPLICA)
     running = sum(n for state, n in replicas.replica_states.items() if _word(state) == "running") if replicas else 0
     healthy = app.status.value == "RUNNING" and all(_word(d.status) == "healthy" for d in app.deployments.values())
     messages = " ".join([app.message, *(d.message for d in app.deployments.values())])
     return Condition(app.status.value, messages, parts, healthy, running)
+
+
+def counted(replicas: int) -> str:
+    return f"{replicas} replica{'' if replicas == 1 else 's'}"
 
 
 def _connected() -> Any:
@@ -147,7 +154,7 @@ def _connected() -> Any:
     except ImportError:
         raise ConfigError("Ray Serve is not installed. pip install 'octavo[deploy]' on every host of the cluster.") from None
     ray = connect("octavo deploy", start=False, log_to_driver=False)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     return ray
 
 
@@ -246,7 +253,9 @@ def _wait(fleet: FleetSettings, before: Condition | None, say: Callable[[str], N
             return now
         if now.state in ("DEPLOY_FAILED", "UNHEALTHY") or late:
             why = f"was not ready within {fleet.deploy_timeout:g} s" if late else "did not start"
-            raise EngineDead(f"The fleet {fleet.fleet_name} {why}: {_reason(now)} {_undo(fleet, before)}")
+            raise EngineDead(
+                f"The fleet {fleet.fleet_name} {why}: {_reason(now.message) or '; '.join(now.parts.values())} {_undo(fleet, before)}"
+            )
         if time.monotonic() - reminded > REMIND_SECONDS:
             reminded = time.monotonic()
             say("; ".join(f"{part}: {state}" for part, state in now.parts.items()))
@@ -262,11 +271,11 @@ def _undo(fleet: FleetSettings, before: Condition | None) -> str:
     return "It has been taken away again."
 
 
-def _reason(now: Condition) -> str:
+def _reason(message: str) -> str:
     """Of what Ray says, the part for the user: our own words if there are any."""
-    if found := re.search(re.escape(FAILURE_MARK) + r"(.+)", now.message):
-        return found.group(1).strip().replace("\\n", " ").rstrip("'\")")
-    return _last_line(now.message) or "; ".join(f"{part}: {state}" for part, state in now.parts.items())
+    if found := re.search(re.escape(FAILURE_MARK) + r"(.+)", message):
+        return found.group(1).strip()
+    return _last_line(message)
 
 
 def _others() -> str:
