@@ -159,4 +159,4 @@ def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
 
     device = Ranks(local_rank=local_rank).device(config.device.kind, config.parallel)
     world = World(meeting, config.parallel, device)
-    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.close)
+    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.sums, world.close)

@@ -235,6 +235,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     warnings: list[str] = []
     embedding_size: int = 0
     """Numbers in an embedding; 0 for an engine that makes none."""
+    sums: str = ""
+    """How small sums over the GPUs of a layer go; empty where there is one, or none."""
     window: int | None = None
     """No layer sees more tokens than this, and the cache keeps no more of a request."""
 
