@@ -226,7 +226,10 @@ def _application(args: EngineArgs, server: ServerSettings, fleet: FleetSettings,
         health_check_period_s=5.0,
         max_constructor_retry_count=1,
         max_surge_percent=fleet.update_surge,
-        request_router_config={"request_router_class": "octavo.fleet.router:PrefixRequestRouter"},
+        request_router_config={
+            "request_router_class": "octavo.fleet.router:PrefixRequestRouter",
+            "request_router_kwargs": {"several": fleet.routers > 1},
+        },
         **scaling,
     )(ModelReplica)
     ingress = serve.deployment(

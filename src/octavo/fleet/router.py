@@ -17,9 +17,13 @@ from octavo.frontend.routing import PrefixRouter
 class PrefixRequestRouter(RequestRouter):
     """See the module. Used from the one loop in which Ray Serve routes."""
 
-    def initialize_state(self, **_: Any) -> None:
-        """Ray Serve calls this before it tells of replicas."""
-        self._prefixes = PrefixRouter(0, chunk=KEY_CHUNK)
+    def initialize_state(self, *, several: bool = False, **_: Any) -> None:
+        """Ray Serve calls this before it tells of replicas.
+
+        Args:
+            several: there are other routers, who know nothing of what this one knows.
+        """
+        self._prefixes = PrefixRouter(0, chunk=KEY_CHUNK, names=[] if several else None)
         self._numbers: dict[ReplicaID, int] = {}
         self._free: list[int] = []
         """Numbers of replicas that are gone."""
@@ -34,7 +38,11 @@ class PrefixRequestRouter(RequestRouter):
             self._prefixes.remove(number)
             self._free.append(number)
         for new in (replica.replica_id for replica in replicas if replica.replica_id not in self._numbers):
-            self._numbers[new] = self._free.pop() if self._free else self._prefixes.add()
+            if self._free:
+                self._numbers[new] = self._free.pop()
+                self._prefixes.rename(self._numbers[new], new.unique_id)
+            else:
+                self._numbers[new] = self._prefixes.add(new.unique_id)
         super().update_replicas(replicas)
 
     async def choose_replicas(

@@ -19,6 +19,14 @@ from octavo.fleet.router import PrefixRequestRouter
 LONG = b"x" * 1024
 
 
+class Name(str):
+    """A replica's id."""
+
+    @property
+    def unique_id(self) -> str:
+        return str(self)
+
+
 class Fake:
     """Replicas by name, and the calls of Ray Serve."""
 
@@ -36,7 +44,7 @@ class Fake:
 
     def have(self, *names: str) -> None:
         self.names = list(names)
-        self.replicas = [SimpleNamespace(replica_id=name) for name in names]
+        self.replicas = [SimpleNamespace(replica_id=Name(name)) for name in names]
         self.router.update_replicas(self.replicas)  # type: ignore[arg-type]
 
     async def choose(self, name: str, key: bytes = b"", sequences: int = 1) -> str:
