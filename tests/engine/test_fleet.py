@@ -146,6 +146,8 @@ def replies_are_those_of_a_server(client: httpx.Client) -> None:
     assert went_on.status_code == 501
     assert client.post("/abort", json={"request_ids": ["cmpl-nobody"]}).json() == {"aborted": []}
     assert client.post("/abort", json={}).status_code == 400
+    large = client.post("/v1/completions", content=b"x" * (33 << 20))
+    assert (large.status_code, large.json()["error"]["code"]) == (413, 413)
 
 
 def prompts_go_to_where_they_are_cached(client: httpx.Client) -> None:
@@ -170,7 +172,12 @@ async def streams_and_their_ends(url: str) -> None:
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             async for _ in reply.aiter_lines():
                 break
-        async with asyncio.timeout(10):  # the engine has let go of it
+        whole = asyncio.create_task(client.post("/v1/completions", json={**body, "stream": False}))
+        async with asyncio.timeout(10):
+            while not sum((await running_requests(client)).values()):
+                await asyncio.sleep(0.1)
+        whole.cancel()
+        async with asyncio.timeout(10):  # the engine has let go of both
             while sum(running := list((await running_requests(client)).values())):
                 await asyncio.sleep(0.1)
         assert len(running) == 2

@@ -39,8 +39,18 @@ def run(options: Namespace) -> int:
         for part, state in now.parts.items():
             print(f"  {part}: {state}")
         return 0 if now.healthy else 1
-    made = deploy(args, settings, fleet, say=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        made = deploy(args, settings, fleet, say=_say)
+    except KeyboardInterrupt:
+        _say(
+            f"Nobody waits any more. What the cluster has begun goes on; `octavo deploy --delete --fleet-name {fleet.fleet_name}` ends it."
+        )
+        raise
     most = "" if made.replicas == made.most_replicas else f" (up to {made.most_replicas})"
     print(f"The fleet {made.name} is ready: {counted(made.replicas)}{most} at {made.url}")
     print(f"`octavo deploy --status --fleet-name {made.name}` says how it is, --delete ends it; deploying it again updates it.")
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
