@@ -38,13 +38,14 @@ LAYERS: dict[str, set[str]] = {
     "parallel": LEAVES | {"ops"},
     "models": LEAVES | {"attention", "checkpoint", "layers", "ops", "weights", "quantization", "parallel"},
     "worker": LEAVES | {"attention", "checkpoint", "layers", "models", "ops", "parallel", "quantization", "sampling", "weights"},
+    "fleet": LEAVES | {"executor", "frontend", "observe"},
     # The composition roots know everything.
     "engine": {"*"},
     "cli": {"*"},
 }
 """What each package may import besides itself."""
 
-TORCH_FREE = ("checkpoint", "config", "core", "errors", "executor", "frontend", "grammar", "observe", "protocol")
+TORCH_FREE = ("checkpoint", "config", "core", "errors", "executor", "fleet", "frontend", "grammar", "observe", "protocol")
 
 
 def modules() -> Iterator[tuple[Path, str]]:

@@ -88,11 +88,19 @@ async def test_no_rank_outlives_the_engine(tmp_path: Path) -> None:
         await asyncio.to_thread(rank.wait, 10)
 
 
-def test_a_model_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--tensor-parallel-size 3: this LlamaForCausalLM has 4 attention heads.*Possible sizes: 1, 2, 4"
-    ):
-        LLM(**settings(tmp_path, tensor_parallel_size=3))
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tensor_parallel_size": 3}, r"--tensor-parallel-size 3: this LlamaForCausalLM has 4 attention heads.*Possible sizes: 1, 2, 4"),
+        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 60}, "--pipeline-parallel-size 60: this LlamaForCausalLM has 2 layers"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("octavo.executor.rank_ends.start_rank", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(ConfigError, match=f"^{words}"):  # it is no rank's own complaint
+        LLM(**settings(tmp_path, **parallel))
     assert not psutil.Process().children()
 
 

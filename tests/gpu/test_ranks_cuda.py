@@ -41,6 +41,18 @@ def test_two_gpus_give_the_tokens_of_one(tmp_path: Path, parallel: dict[str, Any
     assert tokens(tmp_path, enforce_eager=eager, **parallel) == tokens(tmp_path, enforce_eager=eager)
 
 
+async def test_small_sums_go_through_symmetric_memory_and_change_nothing(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3", **SIZES)
+    assert tokens(tmp_path, tensor_parallel_size=2) == tokens(tmp_path, tensor_parallel_size=2, disable_custom_all_reduce=True)
+    said = {}
+    for off in (False, True):
+        args = EngineArgs(**settings(tmp_path, tensor_parallel_size=2, disable_custom_all_reduce=off))
+        async with await AsyncLLM.start(args) as llm:
+            said[off] = llm.ready_report.sums
+    assert said[False].startswith("symmetric memory")
+    assert said[True] == "NCCL for all sizes: turned off by --disable-custom-all-reduce or --batch-invariant"
+
+
 async def test_two_replicas_are_on_two_gpus(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", **SIZES)
     before = [torch.cuda.mem_get_info(i)[0] for i in range(2)]

@@ -36,6 +36,7 @@ class Command:
 
 COMMANDS = {
     "serve": Command("octavo.cli.serve", "Serve a model over an OpenAI-compatible HTTP API."),
+    "deploy": Command("octavo.cli.deploy", "A fleet of servers in a Ray cluster: autoscaling, rolling updates."),
     "chat": Command("octavo.cli.chat", "Talk to a model in the terminal."),
     "complete": Command("octavo.cli.complete", "Continue one text."),
     "generate": Command("octavo.cli.generate", "Run a file of prompts, write JSON lines."),

@@ -41,6 +41,7 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
     return [
         ("Model", f"{config.model.name} ({config.model.architecture})"),
         ("Runs on", f"{ready.device}{threads}, {ready.dtype}, attention {ready.attention}"),
+        *([("Sums over GPUs", ready.sums)] if ready.sums else []),
         ("Weights", _weights(ready, config)),
         ("Activations", format_bytes(ready.activation_bytes)),
         ("Other processes", format_bytes(ready.other_bytes)),

@@ -238,7 +238,11 @@ class EngineArgs:
     node_timeout: float = setting(
         300.0, "Seconds that several hosts wait for each other at the start, and for places in a Ray cluster.", group="execution"
     )
-    disable_custom_all_reduce: bool = setting(False, "Octavo chooses by itself; accepted and ignored.", group="execution", status="ignored")
+    disable_custom_all_reduce: bool = setting(
+        False,
+        "With several GPUs: all sums over them through NCCL, instead of small ones through symmetric memory where a test at start passes.",
+        group="execution",
+    )
     speculative_config: dict[str, Any] | None = setting(None, "JSON: speculative decoding.", group="execution", status="not yet")
     enable_lora: bool = setting(False, "LoRA adapters.", group="execution", status="not yet")
     enable_sleep_mode: bool = setting(False, "Release GPU memory on request.", group="execution", status="not yet")

@@ -273,6 +273,8 @@ def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo, node_tok
         stages,
         replicas,
         whole_experts=args.enable_expert_parallel,
+        # With more than two ranks NCCL adds up in an order of its own: what a row gives must not depend on how many there are.
+        small_sums=not args.disable_custom_all_reduce and not (args.batch_invariant and tensor > 2),
         executor="ray" if ray else "mp",
         nodes=_nodes(args, tensor * stages, node_token),
     )

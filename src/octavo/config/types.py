@@ -142,6 +142,8 @@ class ParallelConfig:
     """The GPU of the first rank; the others take those behind it."""
     whole_experts: bool = False
     """Experts are dealt out to the ranks whole, instead of each being divided."""
+    small_sums: bool = True
+    """Small sums over GPUs may go through symmetric memory."""
     executor: Literal["mp", "ray"] = "mp"
     """Who starts the ranks but the first: we do, or a Ray cluster."""
     nodes: NodesConfig = NodesConfig()

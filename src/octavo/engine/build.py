@@ -92,12 +92,14 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
     """One process a rank; this one is the first."""
     from octavo.executor.door import Door, address_here
     from octavo.executor.ranks import RanksExecutor
+    from octavo.models.loader import check_divisible
     from octavo.parallel.distributed import open_meeting
     from octavo.worker.worker import Worker
 
     parallel = config.parallel
     if parallel.nodes.rank > 0:
         raise ConfigError(f"--node-rank {parallel.nodes.rank}: only the first host takes requests. Run `octavo serve` on the others.")
+    check_divisible(config)
     if parallel.executor == "ray":
         from octavo.executor.ray_cluster import RayRanks
 
@@ -159,4 +161,4 @@ def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
 
     device = Ranks(local_rank=local_rank).device(config.device.kind, config.parallel)
     world = World(meeting, config.parallel, device)
-    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.close)
+    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.sums, world.close)

@@ -40,13 +40,16 @@ def run_node(config: EngineConfig) -> None:
     """Until the first host's engine has ended, or a signal comes.
 
     Raises:
-        ConfigError: the first host will not have us; it says why.
+        ConfigError: the model cannot be divided so, or the first host will not have us; it says why.
         EngineDead: it did not answer in time.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise _Terminated
 
+    from octavo.models.loader import check_divisible
+
+    check_divisible(config)  # the first host refuses it too, and would not be there to tell us
     nodes = config.parallel.nodes
     with contextlib.suppress(OSError):  # a name that is not known yet: the ranks try again
         resolve_address(nodes)  # refuses what no wait will mend

@@ -38,6 +38,7 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
         "--tensor-parallel-size": parallel.tensor,
         "--pipeline-parallel-size": parallel.pipeline,
         "--enable-expert-parallel": parallel.whole_experts,
+        "--disable-custom-all-reduce": not parallel.small_sums,
         "--nnodes": parallel.nodes.count,
         "--attention-backend": config.attention,
         "--enforce-eager": config.enforce_eager,

@@ -76,7 +76,7 @@ class RayRanks:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._ray = _connect()
+        self._ray = connect("--distributed-executor-backend ray")
         self._config = config
         self._kind = "GPU" if config.device.kind == "cuda" else "CPU"
         self._group: Any = None
@@ -161,7 +161,7 @@ class RayRanks:
 
     def _check_size(self, address: str) -> None:
         parallel = self._config.parallel
-        hosts = self._hosts()
+        hosts = hosts_with(self._ray, self._kind)
         total = sum(hosts.values())
         sizes = {"--tensor-parallel-size": parallel.tensor, "--pipeline-parallel-size": parallel.pipeline}
         flag = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -173,49 +173,61 @@ class RayRanks:
                 f"{flag}: the first rank runs on this host ({address}), which gives the cluster no {self._kind}. {self._inventory()}"
             )
 
-    def _hosts(self) -> dict[str, int]:
-        """Host -> what it gives to the cluster. Several Ray nodes on one host are told apart."""
-        hosts: dict[str, int] = {}
-        for node in self._ray.nodes():
-            if node["Alive"]:
-                name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-                name = name if name not in hosts else f"{name} {node['NodeID'][:6]}"
-                hosts[name] = int(node["Resources"].get(self._kind, 0))
-        return hosts
-
     def _inventory(self) -> str:
-        hosts = self._hosts()
-        each = ", ".join(f"{host} has {count}" for host, count in hosts.items())
-        return f"The Ray cluster has {sum(hosts.values())}: {each}."
+        return listed(hosts_with(self._ray, self._kind))
 
     def _free(self) -> int:
         return int(self._ray.available_resources().get(self._kind, 0))
 
 
-def _connect() -> Any:
+def hosts_with(ray: Any, kind: str) -> dict[str, int]:
+    """Host -> how many of a kind (GPU, CPU) it gives to the cluster. Several Ray nodes on one host are told apart."""
+    hosts: dict[str, int] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            name = name if name not in hosts else f"{name} {node['NodeID'][:6]}"
+            hosts[name] = int(node["Resources"].get(kind, 0))
+    return hosts
+
+
+def listed(hosts: dict[str, int]) -> str:
+    """A sentence of `hosts_with`."""
+    each = ", ".join(f"{host} has {count}" for host, count in hosts.items())
+    return f"The Ray cluster has {sum(hosts.values())}: {each}."
+
+
+def connect(who: str, *, start: bool = True, log_to_driver: bool = True) -> Any:
     """`ray`, connected: to the cluster that this host is in, else to one of this host alone.
 
+    Args:
+        who: wants it, for messages.
+        start: start that one, if there is no cluster.
+        log_to_driver: show here what processes of ours log on other hosts.
+
     Raises:
-        ConfigError: it is not installed, or the cluster does not answer.
+        ConfigError: it is not installed, or there is no cluster, or it does not answer.
     """
     try:
         import ray
     except ImportError:
-        raise ConfigError(
-            "--distributed-executor-backend ray: Ray is not installed. pip install 'octavo[ray]' on every host, or use mp."
-        ) from None
+        raise ConfigError(f"{who}: Ray is not installed. pip install 'octavo[ray]' on every host.") from None
     if ray.is_initialized():
         return ray
     _knock(os.environ.get("RAY_ADDRESS", ""))
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING}
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as e:
         if os.environ.get("RAY_ADDRESS"):
             raise ConfigError(
                 f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster answers there ({str(e).splitlines()[0]})."
+            ) from None
+        if not start:
+            raise ConfigError(
+                f"{who}: this host is in no Ray cluster. Start one with `ray start --head`, or name one in RAY_ADDRESS (host:port)."
             ) from None
         logger.info("This host is in no Ray cluster: starting one of its own")
         ray.init(include_dashboard=False, **quiet)

@@ -444,7 +444,7 @@ class ProcessClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDead("The engine restarted before it answered. Try again."))
-        logger.error("%s; %d live requests", crash, len(self._live))
+        logger.error("%s; %d live requests", str(crash).rstrip("."), len(self._live))
         self._judge(crash)
         while True:
             await self._discard_process()

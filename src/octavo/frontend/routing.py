@@ -6,11 +6,13 @@ same within one engine; Srivatsa et al. 2024, Preble, across several). A wrong m
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CHUNK = 64
-"""Tokens of a prompt that are remembered together."""
+"""Tokens of a prompt that are remembered together, if nothing else is said."""
 MAX_CHUNKS = 1 << 17
 """Remembered in all: the ones not seen for longest are forgotten first. 8 million tokens."""
 PATIENCE = 1.5
@@ -32,21 +34,44 @@ class PrefixRouter:
     """Decides, and remembers. Not thread-safe.
 
     Args:
-        replicas: how many there are.
+        replicas: how many there are at first.
+        chunk: see `CHUNK`.
+        names: of the replicas, the same in every process. Given where several processes route, each for itself: a prompt that one of them
+            does not know goes to where the others would send it too, instead of to whoever has least to do.
         max_chunks: see `MAX_CHUNKS`.
     """
 
-    def __init__(self, replicas: int, *, max_chunks: int = MAX_CHUNKS) -> None:
+    def __init__(self, replicas: int, *, chunk: int = CHUNK, max_chunks: int = MAX_CHUNKS, names: Sequence[str] | None = None) -> None:
         self.loads = [Load() for _ in range(replicas)]
+        self._names = None if names is None else list(names)
+        self._chunk = chunk
         self._max_chunks = max_chunks
         self._known: OrderedDict[tuple[int, str], set[int]] = OrderedDict()
         """(hash of all tokens up to the end of a chunk, extra key) -> replicas that computed them; oldest use first."""
         self._next = 0
 
-    def choose(self, tokens: list[int], extra_key: str = "", *, allowed: set[int] | None = None) -> int:
+    def add(self, name: str = "") -> int:
+        """One more replica; its number."""
+        self.loads.append(Load())
+        if self._names is not None:
+            self._names.append(name)
+        return len(self.loads) - 1
+
+    def rename(self, replica: int, name: str) -> None:
+        """The number of one that was removed is given to another."""
+        if self._names is not None:
+            self._names[replica] = name
+
+    def remove(self, replica: int) -> None:
+        """It is gone: nothing of it is known any more. Its number may be given to another one, and must not be allowed before."""
+        self.forget(replica)
+        self.loads[replica] = Load()
+
+    def choose(self, tokens: Sequence[int], extra_key: str = "", *, allowed: set[int] | None = None) -> int:
         """The replica for a prompt.
 
         Args:
+            tokens: of the prompt, or anything else whose beginnings are alike where those of prompts are (the bytes of their text).
             extra_key: prompts with different ones share no cache.
             allowed: those that can take requests now; None: all.
         """
@@ -55,8 +80,10 @@ class PrefixRouter:
         mean = sum(self.loads[i].sequences for i in among) / len(among)
         most = max(idlest + SLACK, PATIENCE * mean)
         ready = [i for i in among if self.loads[i].sequences <= most]
-        keys = _keys(tokens, extra_key)
+        keys = _keys(tokens, extra_key, self._chunk)
         best = self._longest(keys, set(ready))
+        if best is None and self._names is not None and keys:
+            best = self._agreed(tokens, extra_key, ready)
         if best is None:
             self._next += 1  # equally idle ones take turns
             best = min(ready, key=lambda i: (self.loads[i].sequences, (i - self._next) % len(self.loads)))
@@ -91,6 +118,14 @@ class PrefixRouter:
             found = holders
         return min(found, key=lambda i: self.loads[i].sequences) if found else None
 
+    def _agreed(self, tokens: Sequence[int], extra_key: str, ready: list[int]) -> int:
+        """By the first chunk and the names alone. When a replica comes or goes, only prompts that it gets or had change their place
+        (rendezvous hashing, Thaler and Ravishankar 1998)."""
+        assert self._names is not None
+        beginning = f"{extra_key}\0{','.join(map(str, tokens[: self._chunk]))}\0".encode()
+        names = self._names
+        return max(ready, key=lambda i: hashlib.blake2b(beginning + names[i].encode(), digest_size=8).digest())
+
     def _remember(self, keys: list[tuple[int, str]], replica: int) -> None:
         for key in reversed(keys):  # the beginnings last: they are the last to be forgotten
             self._known.setdefault(key, set()).add(replica)
@@ -99,10 +134,10 @@ class PrefixRouter:
             self._known.popitem(last=False)
 
 
-def _keys(tokens: list[int], extra_key: str) -> list[tuple[int, str]]:
+def _keys(tokens: Sequence[int], extra_key: str, chunk: int) -> list[tuple[int, str]]:
     """One for each whole chunk of a prompt, which stands for everything up to its end."""
     keys, before = [], 0
-    for end in range(CHUNK, len(tokens) + 1, CHUNK):
-        before = hash((before, *tokens[end - CHUNK : end]))
+    for end in range(chunk, len(tokens) + 1, chunk):
+        before = hash((before, *tokens[end - chunk : end]))
         keys.append((before, extra_key))
     return keys

@@ -28,7 +28,7 @@ from octavo.models.families.base import Family
 from octavo.models.gguf_names import gguf_targets
 from octavo.models.hf_config import HfConfig
 from octavo.models.registry import model_spec, supported_architectures
-from octavo.models.sharding import Division, Shard
+from octavo.models.sharding import Division, Shard, shard_spec
 from octavo.models.spec import ModelSpec
 from octavo.ops.registry import Ops
 from octavo.parallel.group import ALONE, TensorGroup
@@ -49,6 +49,24 @@ Progress = Callable[[str, int, int], None]
 """(phase, done, total), in bytes of the checkpoint."""
 
 _PHASE = "weights"
+
+
+def check_divisible(config: EngineConfig) -> None:
+    """Whether the model can be dealt out to so many ranks; to be known before they are started.
+
+    Raises:
+        ConfigError: it cannot; says what does not divide, and which sizes would do.
+        UnsupportedModel, CheckpointError: it cannot be loaded at all.
+    """
+    parallel = config.parallel
+    if runs_through_transformers(config):
+        if parallel.world > 1:
+            raise ConfigError(
+                f"{config.model.architecture} runs through transformers, which cannot be divided: it takes one rank, not {parallel.world}."
+            )
+        return
+    spec, _, _ = read_spec(config, config.model.hf_config)
+    shard_spec(spec, Shard(0, parallel.tensor, parallel.whole_experts and spec.moe is not None, 0, parallel.pipeline))
 
 
 def load_model(
@@ -73,10 +91,7 @@ def load_model(
     """
     model = config.model
     if runs_through_transformers(config):
-        if config.parallel.world > 1:
-            raise ConfigError(
-                f"{model.architecture} runs through transformers, which cannot be divided: it takes one rank, not {config.parallel.world}."
-            )
+        check_divisible(config)
         if model.quantization is not None:
             raise UnsupportedModel(
                 f"{model.name} runs through transformers, and quantised weights ({model.quantization}) do not. Take an unquantised copy."

@@ -4,6 +4,7 @@ CPUs)."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -17,6 +18,11 @@ from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr
 
 from octavo.config.types import ParallelConfig
 from octavo.errors import ConfigError
+from octavo.parallel.small_sums import SmallSums, Verdict, off, try_out
+from octavo.parallel.symmetric import SymmetricSums
+from octavo.protocol.boot import NO_MULTICAST
+
+logger = logging.getLogger(__name__)
 
 MEET_TIMEOUT = timedelta(seconds=300)
 """The last rank may still be importing or loading when the first is there."""
@@ -134,6 +140,9 @@ class World:
             device: of the tensors that are passed around.
         """
         tensor, rank = parallel.tensor, meeting.rank
+        if device.type == "cuda":
+            os.environ.update(NO_MULTICAST)  # who started this process may not have
+            torch.cuda.set_device(device)
         with _gloo_over(gloo_interface(meeting.here)):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -145,7 +154,12 @@ class World:
             )
             # Every rank has to call for every group.
             groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
-        self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor)
+        verdict = _small_sums(groups[rank // tensor], rank % tensor, parallel, device)
+        self.sums = verdict.words
+        """How small sums go, for people; empty where there is no choice."""
+        if self.sums:
+            logger.info("Sums over %d GPUs: %s", tensor, self.sums)
+        self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor, small=verdict.small)
         stage = parallel.pipeline - 1 - rank // tensor
         self.pipeline = DistributedPipeline(stage, parallel.pipeline, before=rank + tensor, behind=rank - tensor)
 
@@ -163,18 +177,46 @@ class World:
             dist.destroy_process_group()
 
 
-class DistributedGroup:
-    """Implements `TensorGroup`."""
+def _small_sums(group: ProcessGroup, rank: int, parallel: ParallelConfig, device: torch.device) -> Verdict:
+    """How the ranks of a layer add up what is small. Every rank of the group calls it."""
+    if device.type != "cuda" or parallel.tensor == 1:
+        return Verdict(None, "")
+    if not parallel.small_sums:
+        return off("turned off by --disable-custom-all-reduce or --batch-invariant")
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int) -> None:
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=group)
+        return x
+
+    def smallest(number: int) -> int:
+        least = torch.tensor(number, dtype=torch.int64)  # on the CPU: it must not wait for the GPU
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        return int(least)
+
+    sums = SymmetricSums(group, rank, parallel.tensor, device, reference=reference, smallest=smallest)
+    return try_out(sums, smallest)
+
+
+class DistributedGroup:
+    """Implements `TensorGroup`.
+
+    Args:
+        small: adds up what it takes; all else, or everything, goes through torch.distributed.
+    """
+
+    def __init__(self, group: ProcessGroup, rank: int, size: int, *, small: SmallSums | None = None) -> None:
         self.rank = rank
         self.size = size
         self._group = group
+        self._small = small
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorGroup.sum`."""
-        if self.size > 1:
-            dist.all_reduce(x, group=self._group)
+        if self.size == 1:
+            return x
+        if self._small is not None and (total := self._small.sum(x)) is not None:
+            return total
+        dist.all_reduce(x, group=self._group)
         return x
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,8 @@ class Ranks:
     """The smallest of the numbers that all ranks give. Waits for all: not for a step."""
     local_rank: int = 0
     """Among the ranks of this host: which GPU it takes."""
+    sums: str = ""
+    """How small sums over `group` go, for people."""
     close: Callable[[], None] = lambda: None
     """Leave the others."""
 

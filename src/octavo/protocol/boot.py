@@ -23,6 +23,10 @@ DEFAULT_BUILDER = "octavo.engine.build:build_server_engine"
 
 PR_SET_PDEATHSIG = 1
 
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""For every process that adds up over GPUs: NVLink's multicast stays unused. A program that ends while it uses it can leave the GPUs of a whole
+host unusable for everybody on it."""
+
 
 @dataclass(frozen=True)
 class EngineBoot:
@@ -41,7 +45,7 @@ class EngineBoot:
 def child_environment() -> dict[str, str]:
     """For processes that we start: they must import the same octavo as we did, wherever that came from."""
     source = str(Path(octavo.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {**os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def die_with_parent(from_main_thread: bool) -> None:

@@ -237,6 +237,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     """Bytes of the weights by what they are stored as, in words."""
     embedding_size: int = 0
     """Numbers in an embedding; 0 for an engine that makes none."""
+    sums: str = ""
+    """How small sums over the GPUs of a layer go; empty where there is one, or none."""
     window: int | None = None
     """No layer sees more tokens than this, and the cache keeps no more of a request."""
 

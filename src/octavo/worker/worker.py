@@ -418,6 +418,7 @@ class Worker:
             dtype=config.model.dtype,
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
+            sums=self._ranks.sums,
             phases=self._phases,
             warnings=[*size.warnings, *self._weights_warnings(), *self._cache_warnings()],
         )

@@ -13,7 +13,7 @@ from octavo.executor import ray_cluster
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"Ray is not installed. pip install 'octavo\[ray\]'"):
-        ray_cluster._connect()
+        ray_cluster.connect("anybody")
 
 
 @pytest.mark.parametrize(

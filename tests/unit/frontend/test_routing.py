@@ -89,3 +89,35 @@ def test_four_replicas_keep_nine_tenths_of_the_hits_of_one_with_four_times_the_c
     result = compare(400, at_once)
     assert result["routed_over_single"] >= 0.9
     assert result["in_turns"]["hit_rate"] < 0.6 * result["single"]["hit_rate"]  # the traffic can tell the difference
+
+
+def test_replicas_come_and_go() -> None:
+    router = PrefixRouter(0, chunk=4)
+    assert (router.add(), router.add()) == (0, 1)
+    first = router.choose(b"a prompt that is known")
+    router.began(first, "one", 3)
+    assert router.choose(b"a prompt that is known too") == first
+    router.remove(first)
+    assert router.loads[first].sequences == 0
+    assert router.choose(b"a prompt that is known", allowed={1 - first}) == 1 - first
+    router.ended(first, "one")  # of the one that is gone
+    assert router.loads[first].sequences == 0
+
+
+def test_several_processes_that_route_agree_on_what_none_of_them_knows() -> None:
+    names = ["a", "b", "c"]
+    one, two = PrefixRouter(3, names=names), PrefixRouter(3, names=names)
+    prompts = [[i] * 200 for i in range(60)]
+    places = [one.choose(prompt) for prompt in prompts]
+    assert [two.choose(prompt) for prompt in reversed(prompts)] == places[::-1]
+    assert all(places.count(replica) > 8 for replica in range(3))
+    # One that goes takes nothing else with it; one with the same name gets it back.
+    three = PrefixRouter(0, names=[])
+    numbers = [three.add(name) for name in names]
+    three.remove(numbers[1])
+    left = [three.choose(prompt, allowed={0, 2}) for prompt in prompts]
+    assert all(now == before for now, before in zip(left, places, strict=True) if before != 1)
+    three.forget(0)
+    three.forget(2)
+    three.rename(1, "b")
+    assert [three.choose(prompt) for prompt in prompts] == places

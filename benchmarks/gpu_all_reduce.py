@@ -1,0 +1,174 @@
+"""Sums over GPUs: NCCL against symmetric memory, by size, as a decode step has them (many in one CUDA graph).
+
+    python benchmarks/gpu_all_reduce.py                   on all GPUs of this host
+    python benchmarks/gpu_all_reduce.py --gpus 2 --write-table
+
+Prints a table and writes benchmarks/results/gpu_all_reduce.json. --write-table keeps the limits that follow in octavo/parallel/sum_table.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from octavo.parallel import sum_table
+from octavo.parallel.small_sums import try_out
+from octavo.parallel.sum_table import Limits
+from octavo.parallel.symmetric import ALIGNMENT, RANKS, SymmetricSums
+from octavo.protocol.boot import NO_MULTICAST
+
+SIZES = tuple(1 << n for n in range(12, 24))
+"""4 KiB to 8 MiB: a token of 2,048 numbers to 512 tokens of 8,192."""
+SUMS = 64
+"""In a graph: those of a 32-layer model."""
+RESULTS = Path(__file__).parent / "results" / "gpu_all_reduce.json"
+METHODS = ("nccl", "one_shot", "two_shot")
+
+
+def microseconds(call: Callable[[], object], repeats: int = 9) -> float:
+    """Median time of one of many calls in a graph, on this rank. All ranks have to call it."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(SUMS):
+            call()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        dist.barrier()
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / SUMS)
+    return statistics.median(times[2:])
+
+
+def measure(rank: int, ranks: int, store: str, results: Any) -> None:
+    """One rank's part. Rank 0 hands on the times, the slowest rank's each."""
+    os.environ.update(NO_MULTICAST)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def nccl(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x
+
+    def smallest(number: int) -> int:
+        least = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
+
+    ways: dict[str, SymmetricSums] = {}
+    for name, given in (("one_shot", Limits(SIZES[-1], SIZES[-1])), ("two_shot", Limits(ALIGNMENT, SIZES[-1]))):
+        sums = SymmetricSums(group, rank, ranks, device, reference=nccl, smallest=smallest, limits=given)
+        verdict = try_out(sums, smallest)
+        if rank == 0:
+            print(f"{name}: {verdict.words}", flush=True)
+        if verdict.small is not None:
+            ways[name] = sums
+    times: dict[str, dict[int, float]] = {name: {} for name in METHODS if name == "nccl" or name in ways}
+    for nbytes in SIZES:
+        x = torch.randn(nbytes // 2, device=device).to(torch.bfloat16)
+        # NCCL adds up in place, so its numbers grow without bound; the time of sums of this size is not that of arithmetic.
+        for name, by_size in times.items():
+            add = nccl if name == "nccl" else ways[name].sum
+            slowest = torch.tensor(microseconds(functools.partial(add, x)))
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            by_size[nbytes] = float(slowest)
+    if rank == 0:
+        results.put(times)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def limits_from(times: Mapping[str, Mapping[int, float]]) -> Limits | None:
+    """Up to which size each way is the quickest, without a gap; None where NCCL is at the smallest."""
+
+    def up_to(best: Sequence[str]) -> int:
+        last = 0
+        for nbytes in SIZES:
+            if min(times, key=lambda name: times[name][nbytes]) not in best:
+                break
+            last = nbytes
+        return last
+
+    one, both = up_to(["one_shot"]), up_to(["one_shot", "two_shot"])
+    return Limits(one_shot=one or ALIGNMENT, two_shot=both) if both else None
+
+
+def write_table(gpu: str, ranks: int, measured: Limits | None) -> None:
+    """Put what was measured into the package's table, beside what is there."""
+    path = Path(sum_table.__file__)
+    table = {**sum_table.MEASURED, (gpu, ranks): measured}
+    lines = [f'    ("{name}", {n}): {_literal(limits)},\n' for (name, n), limits in sorted(table.items(), key=str)]
+    head, _, tail = path.read_text().partition("MEASURED: dict[tuple[str, int], Limits | None] = {")
+    rest = re.sub(r"\A[^}]*}", "", tail, count=1)
+    path.write_text(f"{head}MEASURED: dict[tuple[str, int], Limits | None] = {{\n{''.join(lines)}}}{rest}")
+
+
+def _literal(limits: Limits | None) -> str:
+    return "None" if limits is None else f"Limits(one_shot={limits.one_shot}, two_shot={limits.two_shot})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="default: the most that there are")
+    parser.add_argument("--write-table", action="store_true", help="keep the limits in the package's table")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    there = torch.cuda.device_count()
+    ranks = args.gpus or max((n for n in RANKS if n <= there), default=0)
+    if ranks not in RANKS or ranks > there:
+        sys.exit(f"This benchmark needs {', '.join(map(str, RANKS))} NVIDIA GPUs; there are {there}.")
+    context = get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=measure, args=(rank, ranks, f"{folder}/store", results)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit(f"A rank failed: exit codes {[process.exitcode for process in processes]}.")
+        times: dict[str, dict[int, float]] = results.get()
+    gpu = torch.cuda.get_device_name()
+    print(f"\n{ranks} x {gpu}, bfloat16, microseconds a sum (in graphs of {SUMS})")
+    print(f"{'KiB':>6}" + "".join(f"{name:>10}" for name in times))
+    for nbytes in SIZES:
+        print(f"{nbytes >> 10:>6}" + "".join(f"{times[name][nbytes]:>10.1f}" for name in times))
+    measured = limits_from(times)
+    print(f"limits: {measured}")
+    if args.write_table:
+        write_table(gpu, ranks, measured)
+    record = {
+        "gpu": gpu,
+        "ranks": ranks,
+        "torch": torch.__version__,
+        "sums_in_a_graph": SUMS,
+        "microseconds": times,
+        "limits": None if measured is None else {"one_shot": measured.one_shot, "two_shot": measured.two_shot},
+    }
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""`SymmetricSums`: small sums over the GPUs of one host by reading each other's memory (torch's symmetric memory, over NVLink).
+
+One buffer a rank, which all have mapped, taken once and never moved: so its sums can be captured. A kernel waits for its like on the other
+GPUs before it reads and before it ends; so the buffer is free again when it has ended. NVLink multicast is never used (`protocol.boot.NO_MULTICAST`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from octavo.errors import ConfigError
+from octavo.parallel.sum_table import Limits, limits
+
+DTYPES = (torch.bfloat16, torch.float32)
+"""What the kernels add."""
+ALIGNMENT = 16
+"""Bytes that are read at a time."""
+RANKS = (2, 4, 8)
+OLDEST = (8, 0)
+"""Compute capability."""
+REPLAYS = 20
+POLL_SECONDS = 0.001
+FREE_SECONDS = 2.0
+
+
+class SymmetricSums:
+    """Implements `Candidate`.
+
+    Args:
+        group: torch's, of these GPUs.
+        reference: adds up in the way that is known to work; for the test.
+        smallest: of the numbers that all ranks of the group give, through the CPU.
+        limits: None takes those of the table.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        reference: Callable[[torch.Tensor], torch.Tensor],
+        smallest: Callable[[int], int],
+        limits: Limits | None = None,
+    ) -> None:
+        self._group = group
+        self._name = group.group_name
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._reference = reference
+        self._smallest = smallest
+        self._limits = limits
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+        """The buffer, as numbers of each type."""
+        self._handle: Any = None
+
+    @property
+    def described(self) -> str:
+        assert self._limits is not None
+        one, two = self._limits.one_shot, self._limits.two_shot
+        further = f", in two shots up to {two >> 10} KiB" if two > one else ""
+        return f"symmetric memory in one shot up to {one >> 10} KiB{further}, NCCL above"
+
+    # Trying out
+
+    def unusable(self) -> str | None:
+        """See `Candidate.unusable`."""
+        here = zlib.crc32(_host_id())
+        # Both are asked by all, whatever the first says: somebody else would wait for ever.
+        least, most = self._smallest(here), -self._smallest(-here)
+        if self._size not in RANKS:
+            return f"symmetric memory is for {', '.join(map(str, RANKS))} GPUs, not {self._size}"
+        if least != most:
+            return "the ranks that share layers are on several hosts"
+        if not all(hasattr(torch.ops.symm_mem, name) for name in ("one_shot_all_reduce_copy_out", "two_shot_all_reduce_out")):
+            return f"torch {torch.__version__} has no symmetric memory"
+        properties = torch.cuda.get_device_properties(self._device)
+        if (properties.major, properties.minor) < OLDEST:
+            return f"{properties.name} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+        self._limits = self._limits or limits(properties.name, self._size)
+        return None if self._limits is not None else f"measured as quicker at every size between {self._size} x {properties.name}"
+
+    def open(self) -> str | None:
+        """See `Candidate.open`."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        assert self._limits is not None
+        nbytes = max(self._limits.one_shot, self._limits.two_shot)
+        buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._handle = symmetric.rendezvous(buffer, self._group)
+        self._views = {dtype: buffer.view(dtype) for dtype in DTYPES}
+        return None
+
+    def test(self, seconds: float) -> str | None:
+        """See `Candidate.test`."""
+        assert self._limits is not None
+        sizes = sorted({min(4 << 10, self._limits.one_shot), self._limits.one_shot // 2, self._limits.one_shot, self._limits.two_shot})
+        cases = []
+        for index, (nbytes, dtype) in enumerate(itertools.product(sizes, DTYPES)):
+            generator = torch.Generator(self._device).manual_seed(1000 * index + self._rank)
+            x = torch.randn(nbytes // dtype.itemsize, generator=generator, device=self._device).to(dtype)
+            cases.append((x, self._reference(x.clone())))
+        torch.cuda.synchronize(self._device)
+        deadline = time.monotonic() + seconds
+        for x, expected in cases:
+            got = self.sum(x)
+            if got is None:
+                return f"{x.nbytes} bytes are within the limits, but not summed"
+            if not self._done(deadline):
+                return self._hung(seconds)
+            if wrong := _difference(got, expected, self._size):
+                return f"sums of {x.nbytes} bytes of {x.dtype} are wrong: {wrong}"
+        return self._test_captured(*cases[0], deadline, seconds)
+
+    def _test_captured(self, x: torch.Tensor, expected: torch.Tensor, deadline: float, seconds: float) -> str | None:
+        """Replays are one right after the other, as in a step: the buffer has to be free each time."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                first = self.sum(x)
+                assert first is not None
+                # Twice as much, so that a sum of what another replay has left would show.
+                second = self.sum(x + x)
+            finally:
+                graph.capture_end()
+            for _ in range(REPLAYS):
+                graph.replay()
+            if not self._done(deadline):
+                return self._hung(seconds)
+        assert second is not None
+        wrong = _difference(first, expected, self._size) or _difference(second, expected + expected, self._size)
+        return f"sums in a CUDA graph are wrong: {wrong}" if wrong else None
+
+    def _done(self, deadline: float) -> bool:
+        """Whether what was launched ends in time. Does not wait for longer, as a synchronisation would."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _hung(self, seconds: float) -> str:
+        """The words for a sum that does not end, after it has been made to end: kernels that wait for ever would keep the GPU from everybody.
+
+        Raises:
+            ConfigError: it does not end. The GPU cannot be used by this process any more.
+        """
+        words = f"a sum did not end within {seconds:g} s"
+        # A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own. It gets what it waits for.
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        deadline = time.monotonic() + FREE_SECONDS
+        with torch.cuda.stream(side):
+            own, *others = (
+                self._handle.get_signal_pad((self._rank + further) % self._size).view(torch.int32) for further in range(self._size)
+            )
+            while not event.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"Symmetric memory: {words}, and cannot be ended. Start again with --disable-custom-all-reduce.")
+                own.fill_(1)
+                for pad in others:
+                    pad.zero_()
+                side.synchronize()
+        return words
+
+    def close(self) -> None:
+        """See `Candidate.close`."""
+        self._views = {}
+        self._handle = None
+
+    # Sums
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor | None:
+        """See `SmallSums.sum`."""
+        method = choose(self._limits, x.nbytes, x.dtype, self._size)
+        if method is None:
+            return None
+        if x.data_ptr() % ALIGNMENT:
+            x = x.clone()  # where a tensor lies may differ between ranks: no reason to choose otherwise
+        shared = self._views[x.dtype][: x.numel()].view(x.shape)
+        out = torch.empty_like(x)
+        if method == "one_shot":
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, out)
+        else:
+            shared.copy_(x)
+            torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, out)
+        return out
+
+
+def choose(limits: Limits | None, nbytes: int, dtype: torch.dtype, ranks: int) -> str | None:
+    """`one_shot`, `two_shot`, or None for NCCL."""
+    if limits is None or dtype not in DTYPES or not nbytes or nbytes % ALIGNMENT:
+        return None
+    if nbytes <= limits.one_shot:
+        return "one_shot"
+    return "two_shot" if nbytes <= limits.two_shot and nbytes % (ALIGNMENT * ranks) == 0 else None
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor, ranks: int) -> str | None:
+    """Two numbers are added in one way; more may be rounded after each."""
+    if ranks == 2:
+        return None if torch.equal(got, expected) else f"{int((got != expected).sum())} of {got.numel()} numbers"
+    step = torch.finfo(got.dtype).eps * ranks
+    far = (got.float() - expected.float()).abs() > step * (expected.float().abs() + ranks)
+    return f"{int(far.sum())} of {got.numel()} numbers" if bool(far.any()) else None
+
+
+def _host_id() -> bytes:
+    """The same for all processes of a host, and after each start of it another."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        import socket
+
+        return socket.gethostname().encode()
