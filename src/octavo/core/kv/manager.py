@@ -7,8 +7,8 @@ window. All kinds agree on which tokens a sequence has: tables grow together, an
 The first kind decides about admission. The second is made large enough for what can run at once; should it run out all the same, the
 scheduler makes room as it does for the first.
 
-Workers know one table a slot, and one space of block numbers: those of the second kind begin at `CacheKind.first_block`, and its part
-of the table at `CacheKind.first_column`.
+Workers know one table a slot: the part of the second kind begins at column `CacheKind.first_column`, and names its own blocks. In copies,
+where nothing else tells the kinds apart, the blocks of the second one begin at `CacheKind.first_block`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KVManager:
         self.prefix_caching = prefix_caching
         sizes = [(shape.num_blocks, shape.window)]
         self._offsets = [(0, 0)]
-        """Of each kind: what is added to its columns and to its blocks, for the workers."""
+        """Of each kind: what is added to its columns, and to its blocks in copies, for the workers."""
         if (kind := shape.sliding) is not None:
             sizes.append((kind.num_blocks, kind.window))
             self._offsets.append((kind.first_column, kind.first_block))
@@ -160,7 +160,7 @@ class KVManager:
         """Append a block that will be a copy of the match's tail, and pin the source until step `fence` has settled.
 
         Returns:
-            (source, destination) of the copies, as workers number blocks.
+            (source, destination) of the copies, in the numbers for the workers.
 
         Raises:
             OutOfBlocks: no block for the copy; nothing has changed.
@@ -202,9 +202,9 @@ class KVManager:
     def last_entries(self, slots: npt.NDArray[np.intp]) -> Int32:
         """[3, n]: slot, column, block of the last table entry of each of `slots`, in every kind."""
         parts = []
-        for kind, (column, base) in zip(self.kinds, self._offsets, strict=True):
+        for kind, (column, _) in zip(self.kinds, self._offsets, strict=True):
             index = kind.lengths[slots] - 1
-            parts.append(np.stack([slots, index + column, kind.table[slots, index] + base]).astype(np.int32))
+            parts.append(np.stack([slots, index + column, kind.table[slots, index]]).astype(np.int32))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def entries(self, slot: int, begin: int) -> list[tuple[int, int, int]]:
@@ -217,13 +217,13 @@ class KVManager:
         return blocks, [entry for number in range(1, len(self.kinds)) for entry in self._entries(number, slot, 0)]
 
     def _entries(self, number: int, slot: int, begin: int) -> list[tuple[int, int, int]]:
-        kind, (column, base) = self.kinds[number], self._offsets[number]
+        kind, (column, _) = self.kinds[number], self._offsets[number]
         first = int(kind.first[slot])
         blocks = kind.table[slot, : kind.lengths[slot]].tolist()
         if first and first < len(blocks):
             # Kernels that read a little before the window ignore what they find, but it must be numbers.
             blocks[:first] = [blocks[first]] * first
-        return [(slot, column + i, block + base) for i, block in enumerate(blocks[begin:], begin)]
+        return [(slot, column + i, block) for i, block in enumerate(blocks[begin:], begin)]
 
     # Sharing what a slot has computed
 
