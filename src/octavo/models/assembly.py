@@ -122,7 +122,7 @@ class Assembly:
             stored = stacked(stored)
         if len(parameter.shape) == 1 and len(stored.shape) == 2 and parameter.parts:
             stored = flattened(stored)
-        if target.order is not None and isinstance(self._spec, ModelSpec):
+        if target.order is not None:
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)
 
