@@ -30,6 +30,15 @@ _CASED_WORDS = (
 _TEKKEN = _CASED_WORDS.replace("{c}", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT4O_WORDS: Final = _CASED_WORDS.replace("{c}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+_NO_HAN = r"&&[^\p{Han}]"
+KIMI_WORDS: Final = (
+    r"[\p{Han}]+|"
+    + _CASED_WORDS.replace(r"\p{M}]", r"\p{M}" + _NO_HAN + "]").replace("{c}", _CONTRACTIONS + "?")
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Moonshot's models (Kimi K2, Moonlight): Chinese characters are cut from their neighbours first."""
+_SEED_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
 
 @dataclass(frozen=True)
 class _Pre:
@@ -70,13 +79,18 @@ _SMOLLM = _Pre(None, single_digits=True)
 _LLAMA_BPE = _Pre(LLAMA3_WORDS, ignore_merges=True, add_bos=True)
 _QWEN = _Pre(QWEN2_WORDS, nfc=True)
 _PRE_TOKENIZERS: Final[Mapping[str, _Pre]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum"), _GPT2),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "trillion", "granite-docling", "exaone4"), _GPT2
+    ),
     "roberta-bpe": _Pre(None, add_bos=True, add_eos=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SMOLLM),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA_BPE),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA_BPE),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(LLAMA3_WORDS)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN),
-    "stablelm2": _Pre(QWEN2_WORDS),
+    **dict.fromkeys(("stablelm2", "hunyuan"), _Pre(QWEN2_WORDS)),
+    "seed-coder": _Pre(_SEED_WORDS),
+    "superbpe": _Pre((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "kimi-k2": _Pre(KIMI_WORDS, ignore_merges=True),
     "tekken": _Pre(_TEKKEN, ignore_merges=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _Pre(GPT4O_WORDS)),
     **dict.fromkeys(("chatglm-bpe", "glm4"), _Pre(LLAMA3_WORDS)),

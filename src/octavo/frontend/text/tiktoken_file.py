@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from octavo.checkpoint.local import read_json_object
 from octavo.errors import CheckpointError, UnsupportedModel
-from octavo.frontend.text.gguf_tokenizer import GPT4O_WORDS, LLAMA3_WORDS, QWEN2_WORDS
+from octavo.frontend.text.gguf_tokenizer import GPT4O_WORDS, KIMI_WORDS, LLAMA3_WORDS, QWEN2_WORDS
 from octavo.frontend.text.token_bytes import byte_level_alphabet
 
 if TYPE_CHECKING:
@@ -175,21 +175,13 @@ _LLAMA3_SPECIAL = (
     *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 )  # fmt: skip
 _LLAMA3 = _Cut(LLAMA3_WORDS, special=_LLAMA3_SPECIAL, bos=True)
-_NO_HAN = r"&&[^\p{Han}]"
-_KIMI_WORDS = (
-    r"[\p{Han}]+"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{_NO_HAN}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{_NO_HAN}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{_NO_HAN}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{_NO_HAN}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Of Moonshot's models (Kimi K2, Moonlight): Chinese characters are cut from their neighbours first."""
 _CUTS: Final[Mapping[str, _Cut]] = {
     "QWenTokenizer": _QWEN1,
     "qwen": _QWEN1,
     "llama": _LLAMA3,
     "PreTrainedTokenizerFast": _LLAMA3,
-    "TikTokenTokenizer": _Cut(_KIMI_WORDS),
-    "kimi_k2": _Cut(_KIMI_WORDS),
+    "TikTokenTokenizer": _Cut(KIMI_WORDS),
+    "kimi_k2": _Cut(KIMI_WORDS),
 }
 """By the tokenizer's class, or the model's type."""
 _ENCODINGS: Final[Mapping[str, _Cut]] = {
