@@ -42,6 +42,7 @@ class KVManager:
         )
         self._main = self.kinds[0]
         self._others = self.kinds[1:]
+        self._sliding = tuple(kind for kind in self.kinds if kind.window is not None)
 
     # Figures of the first kind
 
@@ -88,9 +89,19 @@ class KVManager:
         return min(kind.available for kind in self.kinds) if self._others else self._main.available
 
     @property
+    def room(self) -> int:
+        """Blocks that admission divides among requests: of the first kind."""
+        return self._main.available
+
+    @property
     def slides(self) -> bool:
         """Whether blocks are let go of while their sequence goes on."""
-        return self.kinds[-1].window is not None
+        return bool(self._sliding)
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that the window of the kind that slides spans; 0: none does."""
+        return -(-(self._sliding[0].window or 0) // self.block_size) if self._sliding else 0
 
     @property
     def longest(self) -> int | None:
@@ -144,6 +155,10 @@ class KVManager:
     def num_idle(self, match: Match) -> int:
         """How many blocks sharing `match` takes away from `available`, at most."""
         return max(kind.num_idle(part) for kind, part in self._parts(match))
+
+    def idle_room(self, match: Match) -> int:
+        """How many blocks sharing `match` takes away from `room`."""
+        return self._main.num_idle(match)
 
     def _parts(self, match: Match) -> list[tuple[BlockTables, Match]]:
         others = match.others or tuple(Match() for _ in self._others)
@@ -234,14 +249,15 @@ class KVManager:
 
     def behind_window(self, slots: npt.NDArray[np.intp], settled: Int32) -> npt.NDArray[np.intp]:
         """Those of `slots`, of which `settled` [slots] tokens are settled, that have blocks to let go of."""
-        kind = self.kinds[-1]
-        if kind.window is None:
+        if not self._sliding:
             return slots[:0]
+        kind = self._sliding[0]
+        assert kind.window is not None
         return slots[(settled - (kind.window - 1)) // self.block_size > kind.first[slots]]
 
     def slide(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> None:
         """Let go of the blocks that the window of `slot` has left behind."""
-        for kind in self.kinds:
+        for kind in self._sliding:
             kind.slide(slot, tokens, settled, extra_key)
 
     def free_duplicates(self) -> None:
