@@ -127,8 +127,9 @@ class Assembly:
         self._fill(parameter, part, stored)
 
     def _target(self, pattern: str) -> Target | None:
-        stripped = (pattern.removeprefix(prefix) for prefix in self._strip)
-        return next((t for name in (pattern, self._prefix + pattern, *stripped) if (t := self._targets.get(name)) is not None), None)
+        bare = [pattern, *(pattern.removeprefix(prefix) for prefix in self._strip if pattern.startswith(prefix))]
+        names = (name for one in bare for name in (one, self._prefix + one))
+        return next((t for name in names if (t := self._targets.get(name)) is not None), None)
 
     def _read_scale(self, stored: StoredTensor) -> torch.Tensor:
         scale = torch.empty(stored.shape, dtype=torch.float32)

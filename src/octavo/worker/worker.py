@@ -16,6 +16,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend, GraphAttention, GraphShape
 from octavo.attention.select import attention_class, layout_of, make_attention, wasted_windows
+from octavo.checkpoint import text_part
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
@@ -361,6 +362,10 @@ class Worker:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
+    def _model_warnings(self) -> list[str]:
+        origin = self._config.model.hf_config.get(text_part.ORIGIN)
+        return [f"{origin}: its language model is served, for text; what it reads images with was left out."] if origin else []
+
     def _cache_warnings(self) -> list[str]:
         """What the user should know about windows that save nothing, and about a float8 cache."""
         wasted = wasted_windows(self._config, self._layout)
@@ -395,5 +400,5 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=[*size.warnings, *self._cache_warnings()],
+            warnings=[*self._model_warnings(), *size.warnings, *self._cache_warnings()],
         )
