@@ -95,6 +95,8 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
             model, report = cls.from_pretrained(
                 config.model.path, config=made, dtype=dtype, attn_implementation=_NAME, local_files_only=True, output_loading_info=True
             )
+    except ConfigError:
+        raise
     except (OSError, RuntimeError, ValueError, ImportError) as e:
         raise CheckpointError(
             f"{config.model.path}: transformers cannot load it: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
