@@ -32,15 +32,21 @@ RESULTS = Path(__file__).parent / "results" / "core_step.json"
 TARGET_MS = {256: 0.3, 1024: 1.0}
 
 
-def steady_decode(running: int, inflight: int, steps: int, seed: int, *, quiet_gc: bool) -> dict[str, float]:
+WINDOW = 128
+CACHES: dict[str, dict[str, int]] = {"all tokens": {}, "window": {"window": WINDOW}, "two kinds": {"sliding_window": WINDOW}}
+"""What the layers of the model see: everything, a window, or some of them the one and some the other."""
+
+
+def steady_decode(running: int, inflight: int, steps: int, seed: int, *, quiet_gc: bool, cache: str = "all tokens") -> dict[str, float]:
     """Milliseconds a turn with `running` decoding requests of mixed lengths: CPU time, and wall time beside it.
 
     Args:
         quiet_gc: collect garbage rarely, as a server process does that has frozen what it allocated at start.
+        cache: one of `CACHES`.
     """
     rng = random.Random(seed)
     config = simulation_config(max_num_seqs=running, max_model_len=4096, max_num_batched_tokens=16384, inflight=inflight)
-    core = EngineCore(config, InstantExecutor(config, running * 256 + 1))
+    core = EngineCore(config, InstantExecutor(config, running * 256 + 1, **CACHES[cache]))
     for i in range(running):
         prompt = [rng.randrange(3, 1 << 15) for _ in range(rng.randint(32, 256))]
         sampling = SamplingParams(max_tokens=3000, ignore_eos=True, seed=i)
@@ -119,17 +125,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     runs = []
-    print(f"{'running':>8} {'in flight':>9} {'gc':>8} {'median ms':>10} {'p99 ms':>8} {'target ms':>10} {'wall median':>12}")
+    print(f"{'running':>8} {'in flight':>9} {'gc':>8} {'cache':>10} {'median ms':>10} {'p99 ms':>8} {'target ms':>10} {'wall median':>12}")
+    cases = [(0, False, "all tokens"), (1, False, "all tokens"), *((1, True, cache) for cache in CACHES)]
     for running in args.running:
-        for inflight, quiet_gc in ((0, False), (1, False), (1, True)):
-            repeats = [steady_decode(running, inflight, args.steps, seed, quiet_gc=quiet_gc) for seed in range(args.repeats)]
+        for inflight, quiet_gc, cache in cases:
+            repeats = [steady_decode(running, inflight, args.steps, seed, quiet_gc=quiet_gc, cache=cache) for seed in range(args.repeats)]
             best = min(repeats, key=lambda r: r["median_ms"])
             target = TARGET_MS.get(running)
             gc_name = "quiet" if quiet_gc else "default"
-            row = {"running": running, "in_flight": inflight, "gc": gc_name, "target_ms": target, "best": best, "repeats": repeats}
+            row = {
+                "running": running,
+                "in_flight": inflight,
+                "gc": gc_name,
+                "cache": cache,
+                "target_ms": target,
+                "best": best,
+                "repeats": repeats,
+            }
             runs.append(row)
             print(
-                f"{running:>8} {inflight:>9} {gc_name:>8} {best['median_ms']:>10.3f} {best['p99_ms']:>8.3f} {target or '-':>10} {best['wall_median_ms']:>12.3f}"
+                f"{running:>8} {inflight:>9} {gc_name:>8} {cache:>10} {best['median_ms']:>10.3f} {best['p99_ms']:>8.3f} {target or '-':>10} {best['wall_median_ms']:>12.3f}"
             )
     trace = million_tokens(args.trace_tokens, seed=0)
     print(

@@ -103,7 +103,7 @@ def main() -> None:
             block_table: torch.Tensor = block_table,
             inputs: StepInputs = inputs,
         ) -> None:
-            gather_step_inputs(order, contexts, count, token_table, block_table, 16, inputs)
+            gather_step_inputs(order, contexts, count, token_table, [block_table], 16, inputs)
 
         size = float(((contexts + 15) // 16).sum()) * 8 + rows * 40
         measure("gather_inputs", "-", rows, size, [gather, gather, gather])

@@ -21,6 +21,7 @@ import triton
 
 from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
 from benchmarks.gpu_throughput import SHAPES
+from octavo.attention.base import GraphShape, KindTables
 from octavo.attention.triton import TritonAttention
 from octavo.models.assembly import Assembly
 from octavo.models.decoder import Decoder
@@ -52,7 +53,7 @@ class Layers:
         self.blocks_per_row = max(-(-CONTEXTS[n] // BLOCK) for n in rows)
         self.attention = TritonAttention(spec.layer_specs, max(rows) * self.blocks_per_row + 1, BLOCK, DTYPE, DEVICE)
         for layer in range(spec.num_layers):
-            self.attention.cache_of(layer).normal_()
+            self.attention.cache.of(layer).normal_()
 
     def forward(self, rows: int) -> Callable[[], torch.Tensor]:
         """One step of `rows` rows, through all layers."""
@@ -60,9 +61,10 @@ class Layers:
         order = (torch.randperm(rows * self.blocks_per_row, device=DEVICE) + 1).int()
         tables = order.view(rows, self.blocks_per_row).contiguous()
         slots = tables[:, (context - 1) // BLOCK].long() * BLOCK + (context - 1) % BLOCK
-        plan = np.zeros(self.attention.graph_plan_size(rows), dtype=np.int32)
-        self.attention.graph_plan(np.full(rows, context, dtype=np.int32), rows, plan)
-        attend = self.attention.graph_attend(torch.from_numpy(plan).to(DEVICE), rows, tables, slots)
+        shape = GraphShape(rows, rows)
+        plan = np.zeros(self.attention.graph_plan_size(shape), dtype=np.int32)
+        self.attention.graph_plan(np.full(rows, context - 1, dtype=np.int32), np.ones(rows, dtype=np.int32), shape, plan)
+        attend = self.attention.graph_attend(torch.from_numpy(plan).to(DEVICE), shape, [KindTables(tables, slots)])
         tokens = torch.randint(0, self.spec.vocab_size, (rows,), device=DEVICE)
         positions = torch.full((rows,), context - 1, device=DEVICE)
         return lambda: self.model.forward(tokens, positions, attend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from octavo.models.encoder_spec import ENCODERS
+from octavo.models.encoder_families import ENCODERS
 from octavo.models.registry import FAMILIES
 
 README = Path(__file__).parents[1] / "README.md"

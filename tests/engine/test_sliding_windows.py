@@ -11,7 +11,9 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.core.loop import EngineCore
 from octavo.frontend.client import InProcessClient
+from octavo.ops.cpu import abi
 from octavo.protocol.step import window_blocks
+from octavo.worker.worker import Worker
 from tests.support.core_engine import check_core
 from tests.support.tiny_models import save_tiny
 
@@ -24,7 +26,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "some slide, sinks and experts": ("gpt_oss", {"sliding_window": 10, "layer_types": MIXED}),
     "some slide, another norm": ("cohere2", {"sliding_window": 6, "layer_types": MIXED}),
     "some slide, ropes differ": ("gemma3", {"sliding_window": 13, "layer_types": MIXED}),
+    "some slide, soft caps": ("gemma2", {"sliding_window": 7, "layer_types": MIXED, "attn_logit_softcapping": 5.0}),
 }
+COMPILED = ("gemma2", "gemma3", "mistral")
+"""Families whose steps are one call into the compiled CPU kernels, where those were built."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -34,6 +39,12 @@ def core_of(llm: LLM) -> EngineCore:
     core = client._core
     assert isinstance(core, EngineCore)
     return core
+
+
+def worker_of(core: EngineCore) -> Worker:
+    worker = core.executor._worker  # type: ignore[attr-defined]
+    assert isinstance(worker, Worker)
+    return worker
 
 
 def make(folder: Path, **options: Any) -> LLM:
@@ -68,6 +79,8 @@ def test_tokens_past_the_window_equal_transformers(tmp_path: Path, name: str) ->
     with make(tmp_path) as llm:
         core = core_of(llm)
         assert core.kv.slides
+        if abi.library() is not None:
+            assert (worker_of(core)._runner._native is not None) == (family in COMPILED)
         assert len(core.kv.kinds) == (2 if "some" in name else 1)
         for _ in range(2):
             outputs = llm.generate([{"prompt_token_ids": p} for p in asked], greedy)

@@ -126,6 +126,24 @@ def test_captured_chunks_do_not_change_tokens(folder: str) -> None:
         assert agreement(generated(llm, params()), first) > 0.9
 
 
+def test_layers_that_slide_have_a_cache_of_their_own_and_tokens_stay(tmp_path: Path) -> None:
+    """Past the window and what kernels read before it; against every token kept, which plain torch never reads."""
+    shape = SHAPE | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 64,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    tokens = []
+    for more in ({}, {"enforce_eager": True}, {"attention_backend": "TORCH_SDPA"}):
+        with LLM(str(tmp_path), dtype="float16", max_model_len=400, **SETTINGS, **more) as llm:
+            assert len(llm._client.core.kv.kinds) == 2  # type: ignore[union-attr]
+            tokens.append(generated(llm, params()))
+            assert agreement(generated(llm, params()), tokens[-1]) > 0.9, "with the prefix cache"
+    assert agreement(tokens[1], tokens[0]) > 0.9
+    assert agreement(tokens[2], tokens[0]) > 0.8
+
+
 def test_a_server_captures_the_rest_in_gaps_and_tokens_stay(folder: str) -> None:
     config = prepare_launch(EngineArgs(model=folder, dtype="float16", **SETTINGS)).config
     core, ready = build_server_engine(config)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from octavo import LLM, SamplingParams
-from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.models.fallback import TransformersModel
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops
@@ -105,3 +105,31 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
         refused(tmp_path, architectures=["BloomForCausalLM"])
     with pytest.raises(CheckpointError, match=r"lacks.*layers\.2"):
         refused(tmp_path, num_hidden_layers=3)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    """A config that leaves sizes out, or is damaged, may stand for a model far larger than its files."""
+    save(tmp_path, "HeliumForCausalLM")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 65536, "intermediate_size": 262144, "head_dim": 16384}))
+    settings = replace(config_for(tmp_path), device=replace(config_for(tmp_path).device, total_bytes=2**34))
+    with pytest.raises(ConfigError, match=r"need \d.* but .*has"):
+        load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("T5ForConditionalGeneration", "an encoder in front"),
+        ("WhisperForConditionalGeneration", "causal language models"),
+        ("LlavaForConditionalGeneration", "reads images"),
+        ("BertModel", "it is none"),
+        ("BloomForCausalLM", "does not let its attention be swapped.*Octavo's own"),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    save(tmp_path, "HeliumForCausalLM")
+    settings = config_for(tmp_path)
+    settings = replace(settings, model=replace(settings.model, architecture=name))
+    with pytest.raises(UnsupportedModel, match=says):
+        load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from safetensors.torch import load_file as load_safetensors
 
 from octavo.checkpoint.gguf_config import _ARCHITECTURES, gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, UnsupportedModel
 from tests.models.contiguous import load, run
 from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, WINDOWED, YARN
 from tests.support.gguf_models import sizes, tensors_of, write_model
@@ -181,7 +183,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
 
 
 def test_every_architecture_has_a_case() -> None:
-    elsewhere = {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "bert"}
+    elsewhere = {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "bert", "nomic-bert"}
     assert {arch for arch, *_ in CASES.values()} | elsewhere == set(_ARCHITECTURES)
 
 
@@ -286,3 +288,96 @@ def test_an_encoder_embeds_as_its_file_says(tmp_path: Path, pooling: int, pick: 
         hidden = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
     expected = torch.nn.functional.normalize(hidden.mean(0) if pick == "mean" else hidden[0], dim=0)
     torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-4, rtol=1e-4)
+
+
+def word_pieces(folder: Path) -> dict[str, Any]:
+    """A BERT vocabulary as converters write it, of the words of a folder's tokenizer."""
+    words = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    return {
+        ".tokenizer.ggml.model": "bert",
+        ".tokenizer.ggml.tokens": [w if w.startswith("[") else "▁" + w for w in words],
+        ".tokenizer.ggml.token_type": [3 if w.startswith("[") else 1 for w in words],
+    }
+
+
+def test_nomics_encoder_out_of_its_file(tmp_path: Path) -> None:
+    from octavo import LLM
+
+    model = save_pooling(tmp_path / "hf", "NomicBertModel")
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.NOMIC_BERT, 2)
+    stored = load_safetensors(str(tmp_path / "hf" / "model.safetensors"))
+    tensors = {f"{table.get_name(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": t.numpy() for name, t in stored.items()}
+    assert "blk.1.ffn_gate.weight" in tensors
+    metadata = {**sizes(model.config), "pooling_type": 1, "rope.freq_base": 1000.0, **word_pieces(tmp_path / "hf")}
+    write_model(tmp_path / "m.gguf", "nomic-bert", metadata, tensors)
+    with LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1) as llm:
+        output = llm.embed(["A man is eating food"])[0]
+    with torch.inference_mode():
+        hidden = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+    expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
+    torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-4, rtol=1e-4)
+
+
+UNIGRAMS = ["<s>", "<pad>", "</s>", "<unk>", "▁a", "▁man", "▁is", "▁eat", "ing", "▁food", "▁", "n", "t"]
+
+
+def roberta_file(folder: Path, architecture: str, **more: Any) -> tuple[Any, Path]:
+    """An XLM-RoBERTa as converters write it: a BERT with unigrams, whose table of positions has lost its first rows."""
+    model = save_pooling(folder / "hf", architecture, pad_token_id=1, type_vocab_size=1, vocab_size=len(UNIGRAMS), num_labels=1)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        bare = name.removeprefix("roberta.")
+        if "position_ids" in name or bare.startswith("pooler."):
+            continue
+        value = tensor[2:] if bare == "embeddings.position_embeddings.weight" else tensor
+        stem, _, kind = bare.rpartition(".")
+        found = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BERT, 2).get_name(stem)
+        assert found is not None, name
+        tensors[f"{found}.{kind}"] = value.numpy()
+    metadata = {
+        **sizes(model.config),
+        "context_length": model.config.max_position_embeddings - 2,
+        ".tokenizer.ggml.model": "t5",
+        ".tokenizer.ggml.tokens": UNIGRAMS,
+        ".tokenizer.ggml.scores": [0.0] * 4 + [-float(i) for i in range(1, len(UNIGRAMS) - 3)],
+        ".tokenizer.ggml.token_type": [3, 3, 3, 2, *[1] * (len(UNIGRAMS) - 4)],
+        ".tokenizer.ggml.bos_token_id": 0,
+        ".tokenizer.ggml.eos_token_id": 2,
+        ".tokenizer.ggml.seperator_token_id": 2,
+        ".tokenizer.ggml.padding_token_id": 1,
+        ".tokenizer.ggml.unknown_token_id": 3,
+        **more,
+    }
+    write_model(folder / "m.gguf", "bert", metadata, tensors)
+    return model, folder / "m.gguf"
+
+
+def test_an_xlm_roberta_with_unigrams_embeds(tmp_path: Path) -> None:
+    """As the files of bge-m3 and multilingual-e5 are."""
+    from octavo import LLM
+
+    model, path = roberta_file(tmp_path, "XLMRobertaModel", pooling_type=2)
+    with LLM(str(path), device="cpu", threads=1) as llm:
+        output = llm.embed(["a man  is eating food"])[0]
+        assert llm.ready_report.max_model_len == 62
+    assert output.prompt_token_ids == [0, 4, 5, 6, 7, 8, 9, 2]
+    with torch.inference_mode():
+        hidden = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+    expected = torch.nn.functional.normalize(hidden[0], dim=0)
+    torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_ranking_file_scores_pairs(tmp_path: Path) -> None:
+    """As the files of bge-reranker are."""
+    from octavo import LLM
+
+    model, path = roberta_file(tmp_path, "XLMRobertaForSequenceClassification", pooling_type=4)
+    with LLM(str(path), device="cpu", threads=1) as llm:
+        output = llm.score("a man", "is eating")[0]
+    assert output.prompt_token_ids == [0, 4, 5, 2, 2, 6, 7, 8, 2]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([output.prompt_token_ids])).logits[0, 0].sigmoid()
+    assert output.outputs.score == pytest.approx(float(expected), abs=1e-4)
+    _, path = roberta_file(tmp_path / "headless", "XLMRobertaModel", pooling_type=4)
+    with pytest.raises(UnsupportedModel, match=r"cls\.output\.weight"):
+        LLM(str(path), device="cpu", threads=1)

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import octavo
 from octavo import LLM, PoolingParams, SamplingParams
 from octavo.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from octavo.models.encoder import relative_buckets
+from octavo.weights.safetensors import open_safetensors
 from tests.support.tiny_pooling import save_pooling, write_modules
 
 TEXTS = ["a man is eating food", "the cat runs", "the stock market fell today the dog is slow a man runs fast", "bread"]
@@ -24,6 +26,10 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "XLMRobertaModel": {"pad_token_id": 1, "type_vocab_size": 1},
     "DistilBertModel": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "ElectraModel": {"embedding_size": 16},
+    "MPNetModel": {"pad_token_id": 1},
+    "ModernBertModel": {"num_hidden_layers": 4, "local_attention": 6, "global_attn_every_n_layers": 2, "norm_bias": True},
+    "NomicBertModel": {},
+    "GteModel": {"type_vocab_size": 2, "pad_token_id": 0},
 }
 DECODERS: dict[str, dict[str, Any]] = {
     "LlamaModel": {"num_key_value_heads": 2},
@@ -140,6 +146,15 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
     "BertForSequenceClassification": {},
     "RobertaForSequenceClassification": {"pad_token_id": 1},
     "DistilBertForSequenceClassification": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "MPNetForSequenceClassification": {"pad_token_id": 1},
+    "ModernBertForSequenceClassification": {
+        "classifier_pooling": "mean",
+        "classifier_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "NomicBertForSequenceClassification": {},
+    "GteForSequenceClassification": {"type_vocab_size": 0},
     "LlamaForSequenceClassification": {"num_key_value_heads": 2},
     "Qwen2ForSequenceClassification": {"num_key_value_heads": 2},
 }
@@ -237,3 +252,105 @@ def test_weights_rounded_while_loading(tmp_path: Path, architecture: str) -> Non
     with open_llm(tmp_path, quantization="int8") as llm:
         rounded = np.array([o.outputs.embedding for o in llm.embed(TEXTS, use_tqdm=False)])
     assert 1e-6 < np.abs(rounded - expected).max() < 0.1
+
+
+def rewrite(folder: Path, config: dict[str, Any], drop: tuple[str, ...] = ()) -> None:
+    """Change a folder's config.json."""
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in old.items() if k not in drop} | config))
+
+
+def embeddings_equal(folder: Path, model: Any, **settings: Any) -> None:
+    with open_llm(folder, **settings) as llm:
+        for output in llm.embed(TEXTS):
+            expected = torch.nn.functional.normalize(hidden_states(model, output.prompt_token_ids).mean(0), dim=0)
+            torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["NomicBertModel", "GteModel"])
+def test_names_of_newer_checkpoints(tmp_path: Path, architecture: str) -> None:
+    model = save_pooling(tmp_path, architecture, type_vocab_size=2)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = {t.name for t in open_safetensors(str(tmp_path / "model.safetensors"))}
+    assert "layers.0.self_attn.q_proj.weight" in names
+    embeddings_equal(tmp_path, model)
+
+
+@pytest.mark.parametrize("gate", ["swiglu", "geglu"])
+def test_nomics_own_config(tmp_path: Path, gate: str) -> None:
+    """It names sizes as GPT-2's does; code beside the model is neither needed nor run."""
+    model = save_pooling(tmp_path, "NomicBertModel", hidden_act="silu" if gate == "swiglu" else "gelu")
+    own = {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 64, "layer_norm_epsilon": 1e-12, "activation_function": gate,
+        "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "prenorm": False,
+        "use_rms_norm": False, "parallel_block": False, "auto_map": {"AutoModel": "modeling_hf_nomic_bert.NomicBertModel"},
+    }  # fmt: skip
+    usual = (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act", "layer_norm_eps", "rope_parameters",
+        "max_position_embeddings", "head_dim",
+    )  # fmt: skip
+    rewrite(tmp_path, own, drop=usual)
+    (tmp_path / "modeling_hf_nomic_bert.py").write_text("raise RuntimeError('run')")
+    embeddings_equal(tmp_path, model)
+    with open_llm(tmp_path) as llm:
+        assert llm.ready_report.max_model_len == 64
+    rewrite(tmp_path, {"rotary_scaling_factor": 2, "max_trained_positions": 40})
+    with open_llm(tmp_path) as llm:
+        assert llm.ready_report.max_model_len == 40, "farther off, what a text gets depends on how long it is"
+    for bad in ({"prenorm": True}, {"moe_every_n_layers": 2, "num_experts": 8}, {"rotary_emb_fraction": 0}, {"activation_function": "glu"}):
+        kept = (tmp_path / "config.json").read_text()
+        rewrite(tmp_path, bad)
+        with pytest.raises(UnsupportedModel, match=next(iter(bad))):
+            open_llm(tmp_path)
+        (tmp_path / "config.json").write_text(kept)
+
+
+def test_gtes_own_config_and_its_scaling(tmp_path: Path) -> None:
+    """ "ntk" with a factor f is a base f times as large, and positions divided by f ** (2 / head_dim)."""
+    factor, head_dim = 4.0, 8
+    rope = {"rope_type": "linear", "rope_theta": 20000.0 * factor, "factor": factor ** (2 / head_dim)}
+    model = save_pooling(tmp_path, "GteModel", type_vocab_size=1, pad_token_id=0, rope_parameters=rope)
+    own = {
+        "architectures": ["NewModel"], "model_type": "new", "rope_theta": 20000, "rope_scaling": {"type": "ntk", "factor": factor},
+        "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True,
+        "auto_map": {"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"},
+    }  # fmt: skip
+    rewrite(tmp_path, own, drop=("rope_parameters",))
+    embeddings_equal(tmp_path, model)
+    for bad in ({"position_embedding_type": "absolute"}, {"layer_norm_type": "rms_norm"}):
+        kept = (tmp_path / "config.json").read_text()
+        rewrite(tmp_path, bad)
+        with pytest.raises(UnsupportedModel, match=next(iter(bad))):
+            open_llm(tmp_path)
+        (tmp_path / "config.json").write_text(kept)
+
+
+def test_scores_by_a_gte_reranker(tmp_path: Path) -> None:
+    """Its weights have a prefix of their own, `new.`."""
+    model = save_pooling(tmp_path, "GteForSequenceClassification", type_vocab_size=1, num_labels=1)
+    rewrite(tmp_path, {"architectures": ["NewForSequenceClassification"], "model_type": "new"})
+    tensors = load_file(str(tmp_path / "model.safetensors"))
+    save_file({name.replace("gte.", "new.", 1): t for name, t in tensors.items()}, str(tmp_path / "model.safetensors"))
+    assert any(name.startswith("gte.") for name in tensors)
+    with open_llm(tmp_path) as llm:
+        for output in llm.score(TEXTS[0], TEXTS[1:]):
+            with torch.inference_mode():
+                expected = model(input_ids=torch.tensor([output.prompt_token_ids])).logits[0, 0].sigmoid()
+            assert output.outputs.score == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_modern_berts_older_config(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "local_attention": 6, "global_attn_every_n_layers": 3, "max_position_embeddings": 64}
+    model = save_pooling(tmp_path, "ModernBertModel", global_rope_theta=50000.0, local_rope_theta=300.0, **sizes)
+    older = {**sizes, "global_rope_theta": 50000.0, "local_rope_theta": 300.0, "layer_norm_eps": 1e-5}
+    rewrite(tmp_path, older, drop=("layer_types", "rope_parameters"))
+    embeddings_equal(tmp_path, model)
+
+
+def test_relative_buckets_equal_mpnets() -> None:
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    distance = torch.arange(-600, 601)
+    for buckets in (32, 16):
+        assert torch.equal(relative_buckets(distance, buckets), MPNetEncoder.relative_position_bucket(distance, buckets))

@@ -193,8 +193,8 @@ class FakeWorker:
         """Nothing that a step in flight names may change hands."""
         starts = dict(zip(plan.slots.tolist(), plan.start.tolist(), strict=True))
         entering = {init.slot: starts[init.slot] // self.block_size for init in plan.init}
-        entries = zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True)
-        fresh = {block for slot, column, block in entries if column % self.columns >= entering.get(slot, 0)} | set(plan.copy_dst.tolist())
+        entries = self._entries(plan)
+        fresh = {block for slot, _, index, block in entries if index >= entering.get(slot, 0)} | set(plan.copy_dst.tolist())
         for init in plan.init:
             fresh |= set(init.block_ids.tolist()[starts[init.slot] // self.block_size :])
             if any(init.slot in flight.slots for flight in self._queue):
@@ -209,6 +209,16 @@ class FakeWorker:
         if fresh & set(plan.copy_src.tolist()):
             self._violation("a block is copied from and handed out in the same step")
 
+    def _entries(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
+        """(slot, kind, index, block) of the plan's table entries; blocks of the second kind lie behind those of the first in `memory`."""
+        entries = []
+        for slot, column, block in zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True):
+            kind, index = divmod(column, self.columns)
+            if not 0 <= block < (self.sliding_blocks if kind else self.num_blocks):
+                self._violation(f"block {block} is none of cache kind {kind}")
+            entries.append((slot, kind, index, block + kind * self.num_blocks))
+        return entries
+
     def _update(self, plan: StepPlan) -> None:
         for slot in plan.free_slots.tolist():
             self.slots.pop(slot, None)
@@ -218,11 +228,8 @@ class FakeWorker:
             if init.sampling.seed is None:
                 self._violation("a request without a seed")
             self.slots[init.slot] = FakeSlot(init, init.token_ids.tolist(), [init.block_ids.tolist(), *([] for _ in self.windows[1:])])
-        for slot, column, block in zip(plan.table_slots.tolist(), plan.table_index.tolist(), plan.table_blocks.tolist(), strict=True):
-            kind, index = divmod(column, self.columns)
+        for slot, kind, index, block in self._entries(plan):
             table = self.slots[slot].tables[kind]
-            if (block < self.num_blocks) != (kind == 0):
-                self._violation(f"block {block} is in the table of another kind of cache")
             if index != len(table):
                 self._violation(f"the table of slot {slot} is written at {index}, it has {len(table)} entries")
             table.append(block)

@@ -6,7 +6,8 @@ device from the slot tables) and returns an `Attend`, which writes this step's k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ class SharedPrefixes:
     """[rows] the rows, sorted so that those with the most in common are neighbours."""
     common: Int32
     """[rows] tokens whose blocks each row of `order` has in common with the one before it."""
+
+
+@dataclass(frozen=True)
+class KindTables:
+    """Where the rows of a step are in one kind of cache."""
+
+    block_tables: torch.Tensor
+    """[rows, max_blocks] int32: physical blocks, padded with the null block 0."""
+    cache_slots: torch.Tensor
+    """[tokens] int64: block * block_size + offset, where each token's K and V go."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +58,23 @@ class StepBatch:
     row_of_token: torch.Tensor
     """[tokens] int64: which row a token belongs to."""
     block_tables: torch.Tensor
-    """[rows, max_blocks] int32: physical blocks, padded with the null block 0."""
+    """See `KindTables`: of the first kind of cache."""
     cache_slots: torch.Tensor
-    """[tokens] int64: block * block_size + offset, where each token's K and V go."""
     context_lens: torch.Tensor
     """[rows] int32: start + count."""
     cpu_wanted: Int32 | None = None
     """[wanted] ascending rows whose last token is all that is needed of the last layer; None: every token of every row."""
     shared: SharedPrefixes | None = None
     """Of the decodes, where some of them begin with the same blocks."""
-    sliding_tables: torch.Tensor | None = None
-    """[rows, max_blocks] int32 as `block_tables`, of a second kind of cache, where there is one: in the workers' numbers."""
+    sliding: KindTables | None = None
+    """Of a second kind of cache, where there is one. Entries that the window has left behind name blocks of others."""
+
+    def of_kind(self, kind: int) -> StepBatch:
+        """The same step with the tables of one kind of cache in the place of the first's."""
+        if not kind:
+            return self
+        assert self.sliding is not None
+        return replace(self, block_tables=self.sliding.block_tables, cache_slots=self.sliding.cache_slots)
 
 
 class Attend(Protocol):
@@ -103,15 +120,20 @@ class KvScales:
 
 
 class AttentionBackend(Protocol):
-    """What runs a model's attention. Classes for one kind of cache also have `bytes_per_block(layers, block_size, dtype)` and
-    `reads_before_window`: how many tokens before a layer's window a kernel may load (and ignore); None: nobody knows."""
+    """What runs a model's attention. Classes also have `bytes_per_block(layers, block_size, dtype)` and `reads_before_window`: how many
+    tokens before a layer's window a kernel may load (and ignore); None: nobody knows. Those of which somebody knows take a second kind
+    of cache, `sliding=SlidingBlocks(...)`."""
 
     name: str
 
     def plan(self, batch: StepBatch) -> Attend: ...
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy whole blocks in every layer; all reads happen before any write."""
+        """Copy whole blocks in every layer of their kind; all reads happen before any write.
+
+        Args:
+            src, dst: [copies] as `StepPlan` numbers them.
+        """
 
 
 @runtime_checkable
@@ -150,10 +172,10 @@ class GraphAttention(AttentionBackend, Protocol):
             shared: which of the rows of one token begin with the same blocks.
         """
 
-    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, tables: Sequence[KindTables]) -> Attend:
         """The attention to capture.
 
         Args:
             plan: [graph_plan_size(shape)] int32 on the device: what replays find here, they do.
-            block_tables: [rows, max_blocks] int32. cache_slots: [tokens] int64.
+            tables: of each kind of cache, with the shape's rows and tokens.
         """

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, KvScales, LayerSpec, StepBatch
+from octavo.attention.kinds import CacheKinds
 from octavo.attention.kv_calibration import FLOAT8
 from octavo.attention.paged_cache import PagedCache
 from octavo.config.types import EngineConfig
@@ -115,7 +116,7 @@ class FlashInferAttention:
 
         if dtype == FLOAT8 and any(s.k.numel() > 1 for s in (scales or {}).values()):
             raise ConfigError("--attention-backend FLASHINFER takes one scale a layer; this checkpoint has KV scales by head. Use auto.")
-        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales)
+        self.cache = PagedCache(layers, CacheKinds(num_blocks), block_size, dtype, device, scales)
         self._layers = layers
         self._dtype = dtype
         self._model_dtype = model_dtype or dtype

@@ -6,12 +6,13 @@ One kernel (`ops.triton.invariant_attention`) computes every row of a step, what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.base import Attend, GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.attention.kv_calibration import FLOAT8
 from octavo.attention.paged_cache import PagedCache
 from octavo.layers.attention import QkNorm
@@ -30,10 +31,12 @@ class Geometry:
     num_heads: int
     num_kv_heads: int
     sliding_window: int | None
+    kind: int
+    """Of cache."""
 
     @staticmethod
-    def of(layer: LayerSpec) -> Geometry:
-        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window)
+    def of(layer: LayerSpec, kind: int) -> Geometry:
+        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window, kind)
 
     @property
     def group(self) -> int:
@@ -55,6 +58,7 @@ class InvariantAttention:
     Args:
         dtype: of the cache: bfloat16, float16 or float8_e4m3fn.
         scales: of a float8 cache, by layer; default 1.0.
+        sliding: a second kind of cache, for some of the layers.
     """
 
     name = "triton-invariant"
@@ -69,10 +73,12 @@ class InvariantAttention:
         device: torch.device,
         *,
         scales: Mapping[int, KvScales] | None = None,
+        sliding: SlidingBlocks | None = None,
     ) -> None:
-        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales, batch_invariant=True)
+        kinds = CacheKinds(num_blocks, sliding)
+        self.cache = PagedCache(layers, kinds, block_size, dtype, device, scales, batch_invariant=True)
         self._layers = layers
-        self._geometries = [Geometry.of(layer) for layer in layers]
+        self._geometries = [Geometry.of(layer, kinds.of(i)) for i, layer in enumerate(layers)]
         self._device = device
         self._overlap = overlap_supported(device)
         self._sms = sm_count(device)
@@ -96,7 +102,8 @@ class InvariantAttention:
         geometries = list(dict.fromkeys(self._geometries))
         plans = upload_many([g.plan(batch.cpu_start, batch.cpu_count, self._sms) for g in geometries], self._device)
         work = dict(zip(geometries, plans, strict=True))
-        return InvariantAttend(self, [work[g] for g in self._geometries], batch.block_tables, batch.cache_slots)
+        tables = [KindTables(b.block_tables, b.cache_slots) for b in (batch.of_kind(g.kind) for g in self._geometries)]
+        return InvariantAttend(self, [work[g] for g in self._geometries], tables)
 
     # Graphs
 
@@ -118,13 +125,13 @@ class InvariantAttention:
             out[place + items.size : end] = 0
             place = end
 
-    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, tables: Sequence[KindTables]) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
             size = self._capacity(g, shape) * ITEM_FIELDS
             work[g] = plan[place : place + size].view(-1, ITEM_FIELDS)
             place += size
-        return InvariantAttend(self, [work[g] for g in self._geometries], block_tables, cache_slots)
+        return InvariantAttend(self, [work[g] for g in self._geometries], [tables[g.kind] for g in self._geometries])
 
     # One layer
 
@@ -155,13 +162,13 @@ class InvariantAttend:
     backend: InvariantAttention
     items: list[torch.Tensor]
     """By layer."""
-    block_tables: torch.Tensor
-    cache_slots: torch.Tensor
+    tables: list[KindTables]
+    """By layer."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.backend.cache.write(layer, k, v, self.cache_slots)
-        return self.backend.run(layer, self.items[layer], q, self.block_tables)
+        self.backend.cache.write(layer, k, v, self.tables[layer].cache_slots)
+        return self.backend.run(layer, self.items[layer], q, self.tables[layer].block_tables)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
-        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots)
-        return self.backend.run(layer, self.items[layer], q, self.block_tables).view(len(qkv), -1)
+        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.tables[layer].cache_slots)
+        return self.backend.run(layer, self.items[layer], q, self.tables[layer].block_tables).view(len(qkv), -1)

@@ -1,17 +1,16 @@
 """Kinds of cache: layers that need the same tokens share blocks; those with a sliding window let go of old ones.
 
-`CacheLayout` says which layers of a model form which kind. `TwoKinds` is the backend of a model that has both: a backend of its own for
-each, with tables of its own.
+`CacheLayout` says which layers of a model form which kind, `CacheKinds` what a backend keeps of each. A step has a block table for each
+kind (`StepBatch.of_kind`), in which blocks are numbered within the kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from octavo.attention.base import Attend, AttentionBackend, LayerSpec, StepBatch
+from octavo.attention.base import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,8 @@ class CacheLayout:
     sliding: tuple[int, ...] = ()
     """Layers of the second kind, if there is one."""
     sliding_window: int = 0
+    wasted: int = 0
+    """Layers that keep tokens which their window has left behind, because there can be no second kind."""
 
 
 def cache_layout(layers: tuple[LayerSpec, ...], max_model_len: int, margin: int | None, *, two_kinds: bool) -> CacheLayout:
@@ -38,62 +39,55 @@ def cache_layout(layers: tuple[LayerSpec, ...], max_model_len: int, margin: int 
     """
     every = tuple(range(len(layers)))
     # A window that no sequence outgrows is none.
-    reads = [None if layer.sliding_window is None or margin is None else layer.sliding_window + margin for layer in layers]
-    windows = [None if read is None or read >= max_model_len else read for read in reads]
-    sliding = tuple(i for i in every if windows[i] is not None)
-    window = max((w for w in windows if w is not None), default=0)
+    short = [layer.sliding_window is not None and layer.sliding_window + (margin or 0) < max_model_len for layer in layers]
+    if margin is None:
+        return CacheLayout(every, wasted=sum(short))
+    sliding = tuple(i for i in every if short[i])
+    window = max(((layers[i].sliding_window or 0) + margin for i in sliding), default=0)
     if not sliding:
         return CacheLayout(every)
     if len(sliding) == len(layers):
         return CacheLayout(every, window)
     if not two_kinds:
-        return CacheLayout(every)
-    return CacheLayout(tuple(i for i in every if windows[i] is None), None, sliding, window)
+        return CacheLayout(every, wasted=len(sliding))
+    return CacheLayout(tuple(i for i in every if not short[i]), None, sliding, window)
 
 
-class TwoKinds:
-    """Attention over two caches. Implements `AttentionBackend`.
+@dataclass(frozen=True)
+class SlidingBlocks:
+    """A second kind of cache, as a backend is told of it."""
 
-    Args:
-        make: a backend for some layers with a number of blocks.
-        num_blocks: of each kind. Workers number the blocks of the second behind those of the first.
-    """
+    layers: frozenset[int]
+    """Whose keys and values it keeps."""
+    num_blocks: int
 
-    def __init__(
-        self,
-        layers: tuple[LayerSpec, ...],
-        layout: CacheLayout,
-        num_blocks: tuple[int, int],
-        block_size: int,
-        make: Callable[[tuple[LayerSpec, ...], int], AttentionBackend],
-    ) -> None:
-        kinds = (layout.first, layout.sliding)
-        self._backends = [make(tuple(layers[i] for i in kind), blocks) for kind, blocks in zip(kinds, num_blocks, strict=True)]
-        self._places = {layer: (number, place) for number, kind in enumerate(kinds) for place, layer in enumerate(kind)}
-        """Layer -> its backend, and its place there."""
-        self._first_block = num_blocks[0]
-        self._block_size = block_size
-        self.name = self._backends[0].name
 
-    def plan(self, batch: StepBatch) -> Attend:
-        tables = batch.sliding_tables
-        assert tables is not None
-        tables = (tables - self._first_block).clamp_(min=0)  # entries 0 are padding
-        blocks = tables[batch.row_of_token, batch.positions // self._block_size].long()
-        slots = blocks * self._block_size + batch.positions % self._block_size
-        attends = [
-            backend.plan(part)
-            for backend, part in zip(self._backends, (batch, replace(batch, block_tables=tables, cache_slots=slots)), strict=True)
-        ]
+@dataclass(frozen=True)
+class CacheKinds:
+    """What a backend keeps: blocks of the first kind of cache, and of a second one if there is one."""
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            number, place = self._places[layer]
-            return attends[number](place, q, k, v)
+    num_blocks: int
+    sliding: SlidingBlocks | None = None
 
-        return attend
+    def of(self, layer: int) -> int:
+        """The kind that a layer's keys and values are in: 0 or 1."""
+        return int(self.sliding is not None and layer in self.sliding.layers)
 
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy whole blocks in every layer; all reads happen before any write."""
-        second = src >= self._first_block
-        self._backends[0].copy_blocks(src[~second], dst[~second])
-        self._backends[1].copy_blocks(src[second] - self._first_block, dst[second] - self._first_block)
+    def blocks(self, layer: int) -> int:
+        """How many blocks there are of a layer's kind."""
+        return self.sliding.num_blocks if self.sliding is not None and layer in self.sliding.layers else self.num_blocks
+
+    def copies(self, kind: int, src: torch.Tensor, dst: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is to be copied in one kind, as its own block numbers.
+
+        Copies of the other kind become the null block's onto itself: to leave them out would take waiting for the device.
+
+        Args:
+            src, dst: [copies] as plans name blocks: those of the second kind from `num_blocks` on.
+        """
+        src, dst = src.long(), dst.long()
+        if self.sliding is None:
+            return src, dst
+        mine = (src >= self.num_blocks) == bool(kind)
+        first = self.num_blocks if kind else 0
+        return (src - first) * mine, (dst - first) * mine

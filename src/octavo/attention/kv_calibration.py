@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from octavo.attention.base import KvScales
+from octavo.attention.kinds import CacheKinds
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +37,17 @@ class KvCalibration:
 
     Args:
         scales: by layer, [kv_heads] each; overwritten in place, for others read them from where they are.
-        num_blocks: of the cache.
+        kinds: of the cache whose blocks are written.
     """
 
-    def __init__(self, scales: Mapping[int, KvScales], num_blocks: int, device: torch.device) -> None:
+    def __init__(self, scales: Mapping[int, KvScales], kinds: CacheKinds, device: torch.device) -> None:
         self._scales = scales
+        self._kinds = kinds
         self._largest = {layer: torch.zeros(2, len(s.k), device=device) for layer, s in scales.items()}
         """Of keys and of values, by head."""
-        self._written = torch.zeros(num_blocks, dtype=torch.bool, device=device)
-        """Blocks that hold something of a request's."""
+        counts = [kinds.num_blocks, *([] if kinds.sliding is None else [kinds.sliding.num_blocks])]
+        self._written = [torch.zeros(count, dtype=torch.bool, device=device) for count in counts]
+        """By kind, blocks that hold something of a request's."""
         self._tokens = self._steps = 0
         self._counts = True
         self.running = False
@@ -56,7 +59,8 @@ class KvCalibration:
         """From now on steps are those of requests. What was found before is forgotten."""
         for scales, largest in zip(self._scales.values(), self._largest.values(), strict=True):
             scales.k.fill_(1.0), scales.v.fill_(1.0), largest.zero_()
-        self._written.zero_()
+        for written in self._written:
+            written.zero_()
         self._tokens = self._steps = 0
         self.running = bool(self._scales)
 
@@ -98,25 +102,25 @@ class KvCalibration:
             cache: [2, blocks, kv_heads, block_size, head_dim] float8: the layer's, whose numbers follow.
             cache_slots: [tokens] int64, block * block_size + offset.
         """
-        scales, largest = self._scales[layer], self._largest[layer]
+        scales, largest, written = self._scales[layer], self._largest[layer], self._written[self._kinds.of(layer)]
         for place, (x, scale) in enumerate(((k, scales.k), (v, scales.v))):
             size = x.float().abs()
             # What is not a number fails its own request; the others must not inherit it.
             torch.maximum(largest[place], torch.where(size.isfinite(), size, 0.0).amax((0, 2)), out=largest[place])
             wanted = scale_for(largest[place])
             if bool((wanted != scale).any()):
-                self._rescale(cache[place], scale / wanted)
+                self._rescale(cache[place], written, scale / wanted)
                 scale.copy_(wanted)
-        self._written[cache_slots // cache.shape[3]] = True
+        written[cache_slots // cache.shape[3]] = True
 
-    def copied(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Blocks `src` have been copied to `dst`."""
+    def copied(self, kind: int, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Blocks `src` of a kind have been copied to `dst`."""
         if self.running:
-            self._written[dst.long()] |= self._written[src.long()]
+            self._written[kind][dst.long()] |= self._written[kind][src.long()]
 
-    def _rescale(self, cache: torch.Tensor, factor: torch.Tensor) -> None:
-        """cache: [blocks, kv_heads, block_size, head_dim]; factor: [kv_heads]."""
-        blocks = self._written.nonzero().flatten()
+    def _rescale(self, cache: torch.Tensor, written: torch.Tensor, factor: torch.Tensor) -> None:
+        """cache: [blocks, kv_heads, block_size, head_dim]; written: [blocks]; factor: [kv_heads]."""
+        blocks = written.nonzero().flatten()
         raw = cache.view(torch.uint8)
         numbers = raw.index_select(0, blocks).view(FLOAT8).float() * factor[:, None, None]
         raw.index_copy_(0, blocks, numbers.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).view(torch.uint8))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.errors import ConfigError
 from octavo.ops.cpu import abi
 from octavo.ops.cpu.paged import PagedStep
@@ -40,6 +41,7 @@ class NativeCpuAttention:
     Args:
         dtype: of the cache: float32 or float16.
         threads: for layers that are called one by one; a compiled decoder brings its own.
+        sliding: a second kind of cache, for some of the layers.
 
     Raises:
         ConfigError: another dtype.
@@ -56,15 +58,22 @@ class NativeCpuAttention:
         dtype: torch.dtype,
         device: torch.device,
         threads: int = 1,
+        *,
+        sliding: SlidingBlocks | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float16):
             raise ConfigError(
                 f"--kv-cache-dtype {str(dtype).removeprefix('torch.')} does not go with the native CPU kernels. Use float16 or float32."
             )
+        self._kinds = kinds = CacheKinds(num_blocks, sliding)
         # Never written means never touched: the system hands out these pages only when a block is first used.
-        self._keys = [torch.empty(num_blocks, s.num_kv_heads, s.head_dim, _padded(block_size), dtype=dtype, device=device) for s in layers]
+        self._keys = [
+            torch.empty(kinds.blocks(i), s.num_kv_heads, s.head_dim, _padded(block_size), dtype=dtype, device=device)
+            for i, s in enumerate(layers)
+        ]
         self._values = [
-            torch.empty(num_blocks, s.num_kv_heads, block_size, _padded(s.head_dim), dtype=dtype, device=device) for s in layers
+            torch.empty(kinds.blocks(i), s.num_kv_heads, block_size, _padded(s.head_dim), dtype=dtype, device=device)
+            for i, s in enumerate(layers)
         ]
         described = [
             abi.Cache(
@@ -80,8 +89,9 @@ class NativeCpuAttention:
                 window=spec.sliding_window or 0,
                 scale=spec.scale,
                 soft_cap=spec.soft_cap or 0.0,
+                sliding=kinds.of(i),
             )
-            for spec, keys, values in zip(layers, self._keys, self._values, strict=True)
+            for i, (spec, keys, values) in enumerate(zip(layers, self._keys, self._values, strict=True))
         ]
         self.caches: ctypes.Array[Any] = abi.array_of(abi.Cache, described)
         """By layer; points into this object's tensors."""
@@ -93,16 +103,20 @@ class NativeCpuAttention:
         return numbers * dtype.itemsize
 
     def plan(self, batch: StepBatch) -> Attend:
-        tensors = tuple(t.contiguous() for t in (batch.token_ids, batch.positions, batch.cache_slots, batch.block_tables))
+        second = batch.of_kind(1) if self._kinds.sliding is not None else batch
+        places = (batch.cache_slots, batch.block_tables, second.cache_slots, second.block_tables)
+        tensors = tuple(t.contiguous() for t in (batch.token_ids, batch.positions, *places))
         arrays = (batch.cpu_start.astype("int32", copy=False), batch.cpu_count.astype("int32", copy=False))
-        tokens, positions, slots, tables = tensors
+        tokens, positions, slots, tables, sliding_slots, sliding_tables = tensors
         step = abi.Step(
             token_ids=tokens.data_ptr(),
             positions=positions.data_ptr(),
             cache_slots=slots.data_ptr(),
+            sliding_slots=sliding_slots.data_ptr(),
             row_start=arrays[0].ctypes.data,
             row_count=arrays[1].ctypes.data,
             block_tables=tables.data_ptr(),
+            sliding_tables=sliding_tables.data_ptr(),
             table_stride=tables.shape[1],
             num_tokens=batch.num_tokens,
             num_rows=len(batch.cpu_count),
@@ -110,8 +124,11 @@ class NativeCpuAttention:
         return PagedStep(step, self.caches, _Owned(tensors, arrays), self._engine)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for cache in (*self._keys, *self._values):
-            cache.index_copy_(0, dst.long(), cache.index_select(0, src))
+        copies = [self._kinds.copies(kind, src, dst) for kind in (0, 1)]
+        for caches in (self._keys, self._values):
+            for layer, cache in enumerate(caches):
+                source, destination = copies[self._kinds.of(layer)]
+                cache.index_copy_(0, destination, cache.index_select(0, source))
 
 
 def _padded(count: int) -> int:

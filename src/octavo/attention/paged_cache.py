@@ -1,6 +1,6 @@
 """`PagedCache`: the KV cache tensors of a GPU backend, how tokens are written to them, and the scales of a float8 one.
 
-Layout: all layers of one shape in one allocation, [layers, 2, blocks, kv_heads, block_size, head_dim] (keys, then values), so
+Layout: all layers of one shape and kind of cache in one allocation, [layers, 2, blocks, kv_heads, block_size, head_dim] (keys, then values), so
 that one launch copies a block in every layer, and one head's block is one contiguous run.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.attention.base import KvScales, LayerSpec
+from octavo.attention.kinds import CacheKinds
 from octavo.attention.kv_calibration import FLOAT8, LARGEST_FLOAT8, KvCalibration
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
@@ -39,7 +40,7 @@ class PagedCache:
     def __init__(
         self,
         layers: tuple[LayerSpec, ...],
-        num_blocks: int,
+        kinds: CacheKinds,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -51,13 +52,16 @@ class PagedCache:
         self.block_size = block_size
         self.dtype = dtype
         self._batch_invariant = batch_invariant
-        self._allocations: list[torch.Tensor] = []
+        self.kinds = kinds
+        self._allocations: list[tuple[int, torch.Tensor]] = []
+        """With their kinds."""
         self._caches: list[torch.Tensor] = [torch.empty(0)] * len(layers)
-        shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
+        shapes = [(kinds.of(i), layer.num_kv_heads, layer.head_dim) for i, layer in enumerate(layers)]
         for shape in dict.fromkeys(shapes):
             members = [i for i, s in enumerate(shapes) if s == shape]
-            whole = torch.empty(len(members), 2, num_blocks, shape[0], block_size, shape[1], dtype=dtype, device=device)
-            self._allocations.append(whole)
+            kind, heads, dim = shape
+            whole = torch.empty(len(members), 2, kinds.blocks(members[0]), heads, block_size, dim, dtype=dtype, device=device)
+            self._allocations.append((kind, whole))
             for place, layer in enumerate(members):
                 self._caches[layer] = whole[place]
         one = torch.ones(1, dtype=torch.float32, device=device)
@@ -67,7 +71,7 @@ class PagedCache:
             given = {layer: KvScales(s.k.to(device), s.v.to(device)) for layer, s in (scales or {}).items()}
             if calibrate:
                 sought = {i: KvScales(*torch.ones(2, s.num_kv_heads, device=device)) for i, s in enumerate(layers) if i not in given}
-                self.calibration = KvCalibration(sought, num_blocks, device)
+                self.calibration = KvCalibration(sought, kinds, device)
                 given |= sought
             self._scales = [ScaleOfLayer(given[i].k, given[i].v) if i in given else ScaleOfLayer(one, one) for i in range(len(layers))]
 
@@ -83,12 +87,13 @@ class PagedCache:
         return self._scales[layer]
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy whole blocks in every layer; all reads happen before any write. src, dst: [copies] int32."""
-        for whole in self._allocations:
+        """See `AttentionBackend.copy_blocks`."""
+        for kind, whole in self._allocations:
+            source, destination = self.kinds.copies(kind, src, dst)
             raw = whole.view(torch.uint8) if self.dtype == FLOAT8 else whole
-            raw.index_copy_(2, dst.long(), raw.index_select(2, src))
-        if self.calibration is not None:
-            self.calibration.copied(src, dst)
+            raw.index_copy_(2, destination, raw.index_select(2, source))
+            if self.calibration is not None:
+                self.calibration.copied(kind, source, destination)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, cache_slots: torch.Tensor) -> None:
         """Store rotated keys, and values. k, v: [tokens, kv_heads, head_dim]; cache_slots: [tokens] int64."""

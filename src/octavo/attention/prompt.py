@@ -17,11 +17,20 @@ from octavo.attention.base import LayerSpec
 class PromptAttention:
     """The attention of one step. Implements `Attend`."""
 
-    def __init__(self, layers: Sequence[LayerSpec], lengths: Sequence[int], device: torch.device, *, causal: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        causal: bool,
+        bias: torch.Tensor | None = None,
+    ) -> None:
         """
         Args:
             lengths: tokens of each prompt, in the order of the step.
             causal: False: every token sees its whole prompt, or its window to both sides.
+            bias: [heads, longest, longest] added to the scores of every layer; for layers without soft cap and sinks.
         """
         self._layers = layers
         self._causal = causal
@@ -33,6 +42,7 @@ class PromptAttention:
         self._places = real.flatten().nonzero().squeeze(1).to(device)
         """[tokens] where each token of the step lies in the rectangle."""
         self._real = real.to(device)
+        self._bias = bias
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -45,6 +55,8 @@ class PromptAttention:
         mask = self._mask(spec.sliding_window)
         plain = mask is None and self._causal
         if spec.soft_cap is None and spec.sinks is None:
+            if self._bias is not None:
+                mask = self._bias[None] if mask is None else torch.where(mask, self._bias, -torch.inf)
             out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=plain, scale=spec.scale)
         else:
             scores = queries.float() @ keys.float().transpose(-1, -2) * spec.scale

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.attention.kinds import CacheLayout, TwoKinds, cache_layout
+from octavo.attention.kinds import CacheLayout, SlidingBlocks, cache_layout
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
@@ -78,19 +78,28 @@ def _no_triton(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> str | Non
     return None
 
 
-def layout_of(config: EngineConfig, layers: tuple[LayerSpec, ...], whole: tuple[LayerSpec, ...], *, compiled: bool) -> CacheLayout:
+def layout_of(config: EngineConfig, layers: tuple[LayerSpec, ...], whole: tuple[LayerSpec, ...]) -> CacheLayout:
     """The kinds of cache that a model has here.
 
     Args:
         layers: those of this rank. whole: those of all stages of a pipeline, which have one block table.
-        compiled: its steps are one call each, for which there is one block table.
     """
     kernels = attention_class(config, layers)
     if config.parallel.pipeline > 1:
         layout = cache_layout(whole, config.model.max_model_len, kernels.reads_before_window, two_kinds=False)
         return replace(layout, first=tuple(range(len(layers))))
-    two_kinds = not compiled and kernels.name in ("torch-paged", "native-cpu")
-    return cache_layout(layers, config.model.max_model_len, kernels.reads_before_window, two_kinds=two_kinds)
+    return cache_layout(layers, config.model.max_model_len, kernels.reads_before_window, two_kinds=True)
+
+
+def wasted_windows(config: EngineConfig, layout: CacheLayout) -> str | None:
+    """What to tell the user of a model whose windows save no memory here; None: they do, or it has none."""
+    if not layout.wasted:
+        return None
+    if config.parallel.pipeline > 1:
+        why, instead = "The stages of a pipeline have one block table", "--tensor-parallel-size divides a model without this"
+    else:
+        why, instead = "FlashInfer keeps every token of a request", "Octavo's own kernels (--attention-backend TRITON_ATTN) do not"
+    return f"{why}: {layout.wasted} layers with a sliding window keep what it has left behind. {instead}."
 
 
 def make_attention(
@@ -109,24 +118,6 @@ def make_attention(
         scales: of a float8 cache, by layer, as the checkpoint has them. Those of other layers are found while running, if the config
             says so.
     """
-    if not layout.sliding:
-        return _make(config, layers, num_blocks, device, scales)
-    return TwoKinds(
-        layers,
-        layout,
-        (num_blocks, sliding_blocks),
-        config.cache.block_size,
-        lambda some, blocks: _make(config, some, blocks, device, None),
-    )
-
-
-def _make(
-    config: EngineConfig,
-    layers: tuple[LayerSpec, ...],
-    num_blocks: int,
-    device: torch.device,
-    scales: Mapping[int, KvScales] | None,
-) -> AttentionBackend:
     chosen = attention_class(config, layers)
     options: dict[str, Any] = {}
     match chosen.name:
@@ -138,5 +129,7 @@ def _make(
             options = {"scales": scales, "model_dtype": getattr(torch, config.model.dtype)}
         case "triton-invariant":
             options = {"scales": scales}
+    if layout.sliding:
+        options["sliding"] = SlidingBlocks(frozenset(layout.sliding), sliding_blocks)
     backend: AttentionBackend = chosen(layers, num_blocks, config.cache.block_size, getattr(torch, config.cache.dtype), device, **options)
     return backend

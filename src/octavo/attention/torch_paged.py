@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import Attend, LayerSpec, StepBatch
+from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.ops.transfer import upload
 from octavo.protocol.step import Int32
 
@@ -43,11 +44,13 @@ class Geometry:
     sliding_window: int | None
     by_hand: bool
     """Scores are changed in a way that torch's fused attention does not know."""
+    kind: int
+    """Of cache."""
 
     @staticmethod
-    def of(layer: LayerSpec) -> Geometry:
+    def of(layer: LayerSpec, kind: int) -> Geometry:
         by_hand = layer.soft_cap is not None or layer.sinks is not None
-        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window, by_hand)
+        return Geometry(layer.num_heads, layer.num_kv_heads, layer.sliding_window, by_hand, kind)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class TorchPagedAttention:
 
     Args:
         dtype: of the cache. Narrower than the model's is converted on the way in and out.
+        sliding: a second kind of cache, for some of the layers.
     """
 
     name = "torch-paged"
@@ -120,21 +124,24 @@ class TorchPagedAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        sliding: SlidingBlocks | None = None,
     ) -> None:
         self._layers = layers
-        self._geometries = [Geometry.of(layer) for layer in layers]
+        self._kinds = kinds = CacheKinds(num_blocks, sliding)
+        self._geometries = [Geometry.of(layer, kinds.of(i)) for i, layer in enumerate(layers)]
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
         # Never written means never touched: on a CPU the system hands out these pages only when a block is first used.
-        shapes = [(num_blocks, layer.num_kv_heads, block_size, layer.head_dim) for layer in layers]
+        shapes = [(kinds.blocks(i), layer.num_kv_heads, block_size, layer.head_dim) for i, layer in enumerate(layers)]
         self._keys = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         self._values = [
             keys if layer.value_dim is not None else torch.empty_like(keys) for layer, keys in zip(layers, self._keys, strict=True)
         ]
         """Of a layer whose values are part of its keys: the keys."""
         self._sinks = [None if layer.sinks is None else torch.tensor(layer.sinks, device=device) for layer in layers]
-        most_rows = max((num_blocks * layer.num_kv_heads * block_size for layer in layers), default=0)
+        most_rows = max((blocks * heads * places for blocks, heads, places, _ in shapes), default=0)
         self._index_dtype = torch.int32 if most_rows < 2**31 else torch.int64
         self._bag = device.type == "cpu" and dtype == torch.float32
 
@@ -144,7 +151,7 @@ class TorchPagedAttention:
         return numbers * block_size * dtype.itemsize
 
     def plan(self, batch: StepBatch) -> Attend:
-        plans = {geometry: self._plan_geometry(batch, geometry) for geometry in dict.fromkeys(self._geometries)}
+        plans = {geometry: self._plan_geometry(batch.of_kind(geometry.kind), geometry) for geometry in dict.fromkeys(self._geometries)}
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self._attend(layer, plans[self._geometries[layer]], q, k, v)
@@ -152,9 +159,11 @@ class TorchPagedAttention:
         return attend
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        own_values = [values for values, layer in zip(self._values, self._layers, strict=True) if layer.value_dim is None]
-        for cache in (*self._keys, *own_values):
-            cache.index_copy_(0, dst.long(), cache.index_select(0, src))
+        copies = [self._kinds.copies(kind, src, dst) for kind in (0, 1)]
+        for layer, spec in enumerate(self._layers):
+            source, destination = copies[self._kinds.of(layer)]
+            for cache in (self._keys[layer], self._values[layer]) if spec.value_dim is None else (self._keys[layer],):
+                cache.index_copy_(0, destination, cache.index_select(0, source))
 
     def _plan_geometry(self, batch: StepBatch, geometry: Geometry) -> LayerPlan:
         write_rows = self._cache_rows(batch.cache_slots.view(1, -1), geometry.num_kv_heads)

@@ -8,13 +8,14 @@ rotation and cache write, one for its decodes and one (or two) for its chunks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from octavo.attention.base import Attend, GraphShape, KvScales, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.base import Attend, GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.attention.kv_calibration import FLOAT8, KvCalibration
 from octavo.attention.paged_cache import PagedCache
 from octavo.layers.attention import QkNorm
@@ -51,10 +52,12 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
+    kind: int
+    """Of cache."""
 
     @staticmethod
-    def of(layer: LayerSpec) -> Geometry:
-        return Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window)
+    def of(layer: LayerSpec, kind: int) -> Geometry:
+        return Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window, kind)
 
     @property
     def group(self) -> int:
@@ -86,6 +89,16 @@ class LayerWork:
 
 
 @dataclass(frozen=True)
+class LayerTables:
+    """Where a step's rows are, seen by the layers of one kind of cache."""
+
+    block_tables: torch.Tensor
+    chunk_tables: torch.Tensor
+    """The block tables that the items of chunks count rows of."""
+    cache_slots: torch.Tensor
+
+
+@dataclass(frozen=True)
 class SelectedWork:
     """The last layer of a step that wants only the last tokens of some rows."""
 
@@ -103,6 +116,7 @@ class TritonAttention:
         scales: of a float8 cache, by layer; default 1.0.
         calibrate: see `PagedCache`.
         max_gathered: most tokens that prompts of a step can have; bounds the scratch for gathered pages.
+        sliding: a second kind of cache, for some of the layers.
     """
 
     name = "triton"
@@ -120,10 +134,12 @@ class TritonAttention:
         scales: Mapping[int, KvScales] | None = None,
         calibrate: bool = False,
         max_gathered: int = GATHERED_TOKENS,
+        sliding: SlidingBlocks | None = None,
     ) -> None:
-        self.cache = PagedCache(layers, num_blocks, block_size, dtype, device, scales, calibrate=calibrate)
+        kinds = CacheKinds(num_blocks, sliding)
+        self.cache = PagedCache(layers, kinds, block_size, dtype, device, scales, calibrate=calibrate)
         self._layers = layers
-        self._geometries = [Geometry.of(layer) for layer in layers]
+        self._geometries = [Geometry.of(layer, kinds.of(i)) for i, layer in enumerate(layers)]
         self._dtype = dtype
         self._device = device
         self._overlap = overlap_supported(device)
@@ -173,13 +189,27 @@ class TritonAttention:
             arrays += [plan.numbers, wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
-        tables, decodes, selected = batch.block_tables, batch.num_decodes, None
+        decodes, selected = batch.num_decodes, None
         if wanted is not None:
             numbers, rows = on_device[planned:] or (None, None)
             last = None if numbers is None else self._decode_work(self._geometries[-1], len(wanted), numbers)
-            its_tables = tables if rows is None or len(wanted) == len(batch.cpu_count) else tables.index_select(0, rows)
+            its_tables = batch.of_kind(self._geometries[-1].kind).block_tables
+            if rows is not None and len(wanted) < len(batch.cpu_count):
+                its_tables = its_tables.index_select(0, rows)
             selected = SelectedWork(LayerWork(last, None), its_tables)
-        return TritonAttend(self, [work[g] for g in self._geometries], tables, tables[decodes:], batch.cache_slots, decodes, selected)
+        # Items of chunks count rows from the first of them.
+        where = [LayerTables(b.block_tables, b.block_tables[decodes:], b.cache_slots) for b in map(batch.of_kind, self._kinds)]
+        return self._attend_with(work, where, decodes, selected)
+
+    @property
+    def _kinds(self) -> range:
+        return range(1 + max((g.kind for g in self._geometries), default=0))
+
+    def _attend_with(
+        self, work: Mapping[Geometry, LayerWork], tables: Sequence[LayerTables], decodes: int, selected: SelectedWork | None = None
+    ) -> TritonAttend:
+        """tables: by kind."""
+        return TritonAttend(self, [work[g] for g in self._geometries], [tables[g.kind] for g in self._geometries], decodes, selected)
 
     def _draft(self, batch: StepBatch, g: Geometry, arrays: list[Int32]) -> functools.partial[LayerWork]:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
@@ -278,7 +308,7 @@ class TritonAttention:
         items[:, CHUNK_ROW] += num_decodes
         return items
 
-    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, block_tables: torch.Tensor, cache_slots: torch.Tensor) -> Attend:
+    def graph_attend(self, plan: torch.Tensor, shape: GraphShape, tables: Sequence[KindTables]) -> Attend:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
             decodes, chunks = self._graph_sizes(g, shape)
@@ -290,7 +320,7 @@ class TritonAttention:
                 chunk_work = ChunkWork(chunk_items, self._chunk_tuning(g, shape), None, None, None)
                 place += chunks
             work[g] = LayerWork(decode_work, chunk_work)
-        return TritonAttend(self, [work[g] for g in self._geometries], block_tables, block_tables, cache_slots, shape.rows)
+        return self._attend_with(work, [LayerTables(t.block_tables, t.block_tables, t.cache_slots) for t in tables], shape.rows)
 
     # One layer
 
@@ -345,10 +375,8 @@ class TritonAttend:
     backend: TritonAttention
     work: list[LayerWork]
     """By layer."""
-    block_tables: torch.Tensor
-    chunk_tables: torch.Tensor
-    """The block tables that the items of chunks count rows of."""
-    cache_slots: torch.Tensor
+    tables: list[LayerTables]
+    """By layer."""
     decodes: int
     """At most so many rows, the first, are decodes."""
     selected: SelectedWork | None = None
@@ -358,17 +386,21 @@ class TritonAttend:
         return self.selected is not None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.backend.cache.write(layer, k, v, self.cache_slots)
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes)
+        self.backend.cache.write(layer, k, v, self.tables[layer].cache_slots)
+        return self._run(layer, q)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
-        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots)
-        return self.backend.run(layer, self.work[layer], q, self.block_tables, self.chunk_tables, self.decodes).flatten(1)
+        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.tables[layer].cache_slots)
+        return self._run(layer, q).flatten(1)
+
+    def _run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        where = self.tables[layer]
+        return self.backend.run(layer, self.work[layer], q, where.block_tables, where.chunk_tables, self.decodes)
 
     def attend_wanted(
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None, wanted: torch.Tensor
     ) -> torch.Tensor:
         assert self.selected is not None
-        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots).index_select(0, wanted)
+        q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.tables[layer].cache_slots).index_select(0, wanted)
         tables = self.selected.block_tables
         return self.backend.run(layer, self.selected.work, q, tables, tables, len(wanted)).flatten(1)

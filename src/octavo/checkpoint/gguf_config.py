@@ -249,9 +249,38 @@ def _deepseek2(source: _Source) -> dict[str, Any]:
     return more
 
 
+_RANKING: Final = 4
+"""Of llama.cpp's kinds of pooling: a head that scores pairs."""
+
+
 def _bert(source: _Source) -> dict[str, Any]:
     types = source.tensors.get("token_types.weight")
-    return {"hidden_act": "gelu", "type_vocab_size": types.shape[0] if types is not None and len(types.shape) == 2 else 2}
+    more: dict[str, Any] = {"hidden_act": "gelu", "type_vocab_size": types.shape[0] if types is not None and len(types.shape) == 2 else 2}
+    if source.number("pooling_type", int, 0) != _RANKING:
+        return more
+    out = source.tensors.get("cls.output.weight")
+    if source.tensors and (out is None or "cls.weight" not in source.tensors):
+        raise UnsupportedModel(
+            "This GGUF file scores pairs (pooling type rank), but has no head of two layers (cls.weight, cls.output.weight), as those of "
+            "RoBERTa have it. Take the safetensors."
+        )
+    names = source.metadata.get(f"{source.arch}.classifier.output_labels")
+    labels = names if isinstance(names, list) else [f"LABEL_{i}" for i in range(out.shape[0] if out is not None else 1)]
+    return {**more, "architectures": ["BertForSequenceClassification"], "id2label": {str(i): str(name) for i, name in enumerate(labels)}}
+
+
+def _nomic_bert(source: _Source) -> dict[str, Any]:
+    biased = {name.split(".")[2] for name in source.tensors if name.startswith("blk.0.") and name.endswith(".bias")}
+    types = source.tensors.get("token_types.weight")
+    return {
+        "activation_function": "swiglu" if not source.tensors or "blk.0.ffn_gate.weight" in source.tensors else "gelu",
+        "hidden_act": None,
+        "type_vocab_size": types.shape[0] if types is not None and len(types.shape) == 2 else 0,
+        "qkv_proj_bias": "attn_qkv" in biased,
+        "mlp_fc1_bias": "ffn_up" in biased,
+        "mlp_fc2_bias": "ffn_down" in biased,
+        "rope_parameters": {**source.config["rope_parameters"], "rope_theta": source.number("rope.freq_base", float, 1000.0)},
+    }
 
 
 @dataclass(frozen=True)
@@ -290,12 +319,13 @@ _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
     "nemotron": _Architecture("NemotronForCausalLM", _nemotron),
     "glm4": _Architecture("Glm4ForCausalLM", _partial),
     "bert": _Architecture("BertModel", _bert),
+    "nomic-bert": _Architecture("NomicBertModel", _nomic_bert),
 }
 """GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
 _WHOLE_HEADS: Final = frozenset({"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3", "arcee", "granite", "granitemoe"})
 """Where all of a head rotates, so that files without the length of a head tell it by what rotates."""
 POOLING_TYPES: Final[Mapping[int, str]] = {1: "mean", 2: "cls", 3: "last"}
-"""llama.cpp's numbers of what becomes of the vectors of a prompt; 0 is none, 4 a ranking head."""
+"""llama.cpp's numbers of what becomes of the vectors of a prompt; 0 is none, 4 (`_RANKING`) a head."""
 
 
 def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor] | None = None) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from octavo.checkpoint.types import Checkpoint
 from octavo.config.types import DenseLayer, PoolingConfig
 from octavo.errors import CheckpointError, UnsupportedModel
 
-_ENCODERS: Final = re.compile(r"(Bert|Roberta|XLMRoberta|Camembert|DistilBert|Electra)(Model|ForMaskedLM|ForSequenceClassification)")
+_ENCODERS: Final = re.compile(
+    r"(Bert|Roberta|XLMRoberta|Camembert|DistilBert|Electra|MPNet|ModernBert|NomicBert|New|Gte)"
+    r"(Model|ForMaskedLM|ForSequenceClassification)"
+)
 _CLASSIFIER: Final = "ForSequenceClassification"
 _KINDS: Final[dict[str, Literal["cls", "mean", "last", "max", "mean_sqrt"]]] = {
     "pooling_mode_cls_token": "cls",
@@ -158,14 +161,22 @@ def _classifier(config: Mapping[str, Any], encoder: bool) -> PoolingConfig:
         kind = "identity"
     else:
         kind = "sigmoid" if len(names) == 1 or config.get("problem_type") == "multi_label_classification" else "softmax"
-    return PoolingConfig("cls" if encoder else "last", normalize=False, labels=names, activation=kind)
+    pooled: Literal["cls", "last", "mean"] = "cls" if encoder else "last"
+    if encoder and config.get("classifier_pooling") == "mean":
+        pooled = "mean"
+    return PoolingConfig(pooled, normalize=False, labels=names, activation=kind)
 
 
 def _positions(config: Mapping[str, Any], encoder: bool) -> int | None:
-    """What an encoder's table of positions holds; RoBERTa's begins behind the padding token's."""
-    positions = config.get("max_position_embeddings")
+    """What an encoder's table of positions holds; RoBERTa's and MPNet's begin behind the padding token's. Of one that rotates, how long
+    the texts are that it can read."""
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
     if not encoder or isinstance(positions, bool) or not isinstance(positions, int):
         return None
-    padding = config.get("pad_token_id")
-    shifted = "oberta" in str(config["architectures"][0]) or "Camembert" in str(config["architectures"][0])
+    architecture = str(config["architectures"][0])
+    if config.get("rotary_scaling_factor") is not None and isinstance(trained := config.get("max_trained_positions", 2048), int):
+        # Nomic's rotation changes with the text's length beyond those it was trained with.
+        return min(positions, trained)
+    padding = config.get("pad_token_id") if "MPNet" not in architecture else 1
+    shifted = any(name in architecture for name in ("Roberta", "Camembert", "MPNet"))
     return positions - (int(padding if isinstance(padding, int) else 1) + 1) if shifted else positions

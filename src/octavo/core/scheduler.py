@@ -283,20 +283,20 @@ class Scheduler:
         """Seat `request` and plan its first chunk. False: not now, and nobody behind it either."""
         kv, batch = self.kv, self.batch
         alone = batch.num_seated == 0
-        room = kv.available - batch.outstanding_blocks(kv.lengths, kv.growth())
+        room = kv.room - batch.outstanding_blocks(kv.lengths, kv.growth())
         if not alone and self._refused is not None and self._refused[0] is request and room <= self._refused[1]:
             return False
         reserve, most = self._expected_blocks(request)
         match = self._find_match(request)
         if not alone and self._underway(request, match, budget):
             return False
-        if kv.needed(reserve, match) > room - kv.num_idle(match):
+        if kv.needed(reserve, match) > room - kv.idle_room(match):
             if not alone:
                 self._refused = request, room
                 return False
             # A lone request is admitted in any case; held blocks go first, except those it forks from.
             source = self.life.fork_source(request)
-            while kv.needed(reserve, match) > kv.available - kv.num_idle(match) and self.life.give_up_held(source):
+            while kv.needed(reserve, match) > kv.room - kv.idle_room(match) and self.life.give_up_held(source):
                 pass
         self._refused = None
         return self._seat(draft, request, match, (reserve, most), budget, now, in_flight)

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_BLOCKS = 4
 """Output blocks a running request shares at a time. The rest follows when it ends."""
+SLIDE_SHARE = 4
+"""Blocks behind the window are let go of a few at a time too: at most this part of the window's blocks, rounded down, and no more than are
+shared at a time. Where memory is short, the scheduler lets go of all of them before anything else."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Settler:
         self.kv = kv
         self.policy = policy
         self.life = life
+        blocks = max(1, min(PUBLISH_BLOCKS, kv.window_blocks // SLIDE_SHARE))
+        self._slide_tokens = blocks * kv.block_size
 
     def settle(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenDelta]:
         """Account for `result`. Requests that ended in the meantime ignore theirs."""
@@ -66,7 +71,7 @@ class Settler:
         if self.kv.prefix_caching:
             self._publish(plan, slots)
         if self.kv.slides:
-            self._slide(slots[batch.live[slots]])
+            self._slide(plan, slots)
         return deltas
 
     def _report_prompts(self, slots: Slots, now: float) -> list[TokenDelta]:
@@ -237,8 +242,11 @@ class Settler:
             request = batch.occupant(slot)
             self.kv.publish(slot, request.tokens, settled, request.extra_key)
 
-    def _slide(self, slots: Slots) -> None:
-        """Let go of what the windows of `slots` have left behind; not of what siblings are going to fork from."""
+    def _slide(self, plan: StepPlan, slots: Slots) -> None:
+        """Let go of what the windows of the plan's rows have left behind: of decodes when it is their slot's turn, as for `_publish`. Not
+        of what siblings are going to fork from."""
+        slots = slots[((slots + plan.step_id) % self._slide_tokens == 0) | (plan.count > 1)]
+        slots = slots[self.batch.live[slots]]
         for slot in self.kv.behind_window(slots, self.batch.settled[slots]).tolist():
             request = self.batch.occupant(slot)
             if request.family is None or request.family.leader is not request or not request.family.unforked:

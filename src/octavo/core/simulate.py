@@ -17,7 +17,7 @@ from octavo.config.types import (
     SchedulerConfig,
 )
 from octavo.protocol.engine import EngineReady
-from octavo.protocol.step import CacheShape, Int32, StepPlan, StepResult
+from octavo.protocol.step import CacheKind, CacheShape, Int32, StepPlan, StepResult, window_blocks
 
 EOS_TOKEN = 1
 OTHER_TOKEN = 2
@@ -26,11 +26,22 @@ NEVER = np.iinfo(np.int32).max
 
 class InstantExecutor:
     """Computes nothing. A request gets EOS as soon as it may end, so with `min_tokens` = n - 1 it has n outputs; with `ignore_eos`
-    it goes on to its limit."""
+    it goes on to its limit.
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+    Args:
+        window: of every layer.
+        sliding_window: of a second kind of layers, with as many blocks as a worker gives it (`worker.memory`).
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int, *, window: int | None = None, sliding_window: int | None = None) -> None:
         self._config = config
-        self._shape = CacheShape(num_blocks, config.cache.block_size, 0)
+        block_size, sliding = config.cache.block_size, None
+        if sliding_window is not None:
+            scheduler = config.scheduler
+            steps = (1 + scheduler.inflight) * -(-scheduler.max_num_batched_tokens // block_size)
+            needed = 1 + 2 * scheduler.max_num_seqs * window_blocks(sliding_window, block_size) + steps
+            sliding = CacheKind(needed, 0, sliding_window, num_blocks, -(-config.model.max_model_len // block_size) + 1)
+        self._shape = CacheShape(num_blocks, block_size, 0, window, sliding)
         self._ends: Int32 = np.full(config.scheduler.max_num_seqs, NEVER, np.int32)
         self._results: deque[StepResult] = deque()
 

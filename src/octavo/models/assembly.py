@@ -135,13 +135,14 @@ class Assembly:
             stored = stacked(stored)
         if len(parameter.shape) == 1 and len(stored.shape) == 2 and parameter.parts:
             stored = flattened(stored)
-        if target.order is not None and isinstance(self._spec, ModelSpec):
+        if target.order is not None:
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)
 
     def _target(self, pattern: str) -> Target | None:
-        stripped = (pattern.removeprefix(prefix) for prefix in self._strip)
-        return next((t for name in (pattern, self._prefix + pattern, *stripped) if (t := self._targets.get(name)) is not None), None)
+        bare = [pattern, *(pattern.removeprefix(prefix) for prefix in self._strip if pattern.startswith(prefix))]
+        names = (name for one in bare for name in (one, self._prefix + one))
+        return next((t for name in names if (t := self._targets.get(name)) is not None), None)
 
     def _read_scale(self, stored: StoredTensor) -> torch.Tensor:
         scale = torch.empty(stored.shape, dtype=torch.float32)

@@ -8,7 +8,7 @@ import torch
 
 from octavo.attention.base import Attend
 from octavo.config.types import CpuActivations
-from octavo.layers.rope import cos_sin_table
+from octavo.layers.rope import cos_sin_table, no_rotation
 from octavo.models.decoder import Decoder, Model, Weights
 from octavo.models.sharding import WHOLE_MODEL, Shard
 from octavo.models.spec import ModelSpec
@@ -87,7 +87,7 @@ class CompiledDecoder:
 def compilable(spec: ModelSpec) -> bool:
     """Whether a `DecoderProgram` can say all that the spec does."""
     plain_norms = spec.norm == "rms" and spec.qk_norm_scope == "head"
-    plain_rope = set(spec.ropes) == {spec.rope} and not spec.learned_positions
+    plain_rope = {spec.rope.rotary_dim} >= {rope.rotary_dim for rope in spec.ropes if rope is not None} and not spec.learned_positions
     return (
         plain_norms
         and plain_rope
@@ -104,12 +104,16 @@ def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgr
     """The decoder as data."""
     tensors, panels = weights.tensors, weights.panels
     embed = panels["embed"]
+    device = torch.device("cpu")
+    tables = {
+        rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
+        for rope in dict.fromkeys(spec.ropes)
+    }
     return DecoderProgram(
-        layers=tuple(_layer(i, weights) for i in range(spec.num_layers)),
+        layers=tuple(_layer(i, weights, tables[rope]) for i, rope in enumerate(spec.ropes)),
         embed=embed,
         head=embed if spec.tied_embeddings else panels["head"],
         final_norm=tensors["norm"],
-        cos_sin=cos_sin_table(spec.rope, max_length, torch.device("cpu")),
         hidden=spec.hidden_size,
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
@@ -125,7 +129,7 @@ def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgr
     )
 
 
-def _layer(index: int, weights: Weights) -> LayerProgram:
+def _layer(index: int, weights: Weights, cos_sin: torch.Tensor) -> LayerProgram:
     tensors, panels, prefix = weights.tensors, weights.panels, f"layers.{index}."
     return LayerProgram(
         qkv=panels[prefix + "qkv.weight"],
@@ -142,4 +146,5 @@ def _layer(index: int, weights: Weights) -> LayerProgram:
         mlp_post_norm=tensors.get(prefix + "mlp_post_norm"),
         q_norm=tensors.get(prefix + "q_norm"),
         k_norm=tensors.get(prefix + "k_norm"),
+        cos_sin=cos_sin,
     )

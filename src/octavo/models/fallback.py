@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -31,21 +31,25 @@ TRIAL = (1, 2, 3, 4, 5)
 """Token ids of the trial run."""
 
 
-def load_fallback(config: EngineConfig, device: torch.device) -> TransformersModel:
+def load_fallback(config: EngineConfig, device: torch.device, check_size: Callable[[int], None]) -> TransformersModel:
     """Build the model that the config names, with its weights.
 
+    Args:
+        check_size: called with the bytes that the weights will take, before any is allocated; raises if they do not fit.
+
     Raises:
-        UnsupportedModel: transformers is not installed, does not know the architecture, or cannot swap its attention.
+        UnsupportedModel: transformers is not installed, does not know the architecture, or cannot swap its attention; or it is no causal
+            language model.
         CheckpointError: the weights do not fit their config.
     """
-    model = _build(config).to(device).eval()
+    model = _build(config, check_size).to(device).eval()
     try:
         return TransformersModel(model, config.model.architecture, device)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as e:
         raise UnsupportedModel(f"{config.model.architecture} does not run with swapped attention ({type(e).__name__}: {e}).") from e
 
 
-def _build(config: EngineConfig) -> Any:
+def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
     """The model of transformers.
 
     Raises:
@@ -71,12 +75,19 @@ def _build(config: EngineConfig) -> Any:
             f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{own}{meant} Octavo's own: "
             f"{', '.join(supported_architectures())}."
         )
+    _check_kind(name)
     if not getattr(cls, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name}: its implementation in transformers does not let its attention be swapped.")
+        raise UnsupportedModel(
+            f"{name} has no code in Octavo, and cannot run through transformers either: its implementation there does not let its attention be "
+            f"swapped. Octavo's own: {', '.join(supported_architectures())}."
+        )
     _register(transformers)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     made = cls.config_class.from_dict(dict(config.model.hf_config))
     try:
+        with torch.device("meta"):
+            parameters = cls(made).parameters()
+        check_size(sum(p.numel() for p in parameters) * dtype.itemsize)
         if config.model.load_format == "dummy":
             torch.manual_seed(config.model.seed)
             made._attn_implementation = _NAME
@@ -85,6 +96,8 @@ def _build(config: EngineConfig) -> Any:
             model, report = cls.from_pretrained(
                 config.model.path, config=made, dtype=dtype, attn_implementation=_NAME, local_files_only=True, output_loading_info=True
             )
+    except ConfigError:
+        raise
     except (OSError, RuntimeError, ValueError, ImportError) as e:
         raise CheckpointError(
             f"{config.model.path}: transformers cannot load it: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
@@ -92,6 +105,28 @@ def _build(config: EngineConfig) -> Any:
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
     return model
+
+
+def _check_kind(name: str) -> None:
+    """Refuse what is no causal language model.
+
+    Raises:
+        UnsupportedModel: it reads images or sounds, has an encoder in front of its decoder, or makes no text.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    if name in set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return
+    kinds = (
+        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "reads images"),
+        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "has an encoder in front of its decoder"),
+        (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "reads sounds"),
+    )
+    why = next((says for names, says in kinds if name in set(names.values())), "is none")
+    raise UnsupportedModel(
+        f"{name} has no code in Octavo, and only causal language models can run through transformers: it {why}. Octavo's own: "
+        f"{', '.join(supported_architectures())}."
+    )
 
 
 @contextlib.contextmanager

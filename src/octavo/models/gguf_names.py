@@ -141,7 +141,7 @@ def _layered(names: Mapping[str, Target]) -> dict[str, Target]:
     return {f"blk.{{i}}.{name}": target for name, target in names.items()}
 
 
-GGUF_BERT: Final[Mapping[str, Target]] = {
+_ENCODER: Final[Mapping[str, Target]] = {
     "token_embd.weight": Target("embed"),
     "position_embd.weight": Target("positions"),
     "token_types.weight": Target("token_types"),
@@ -165,5 +165,21 @@ GGUF_BERT: Final[Mapping[str, Target]] = {
         )
         for kind in ("weight", "bias")
     },
+    **{
+        f"{name}.{kind}": Target(f"{parameter}.{kind}")
+        for name, parameter in (("cls", "classifier.dense"), ("cls.output", "classifier.out"))
+        for kind in ("weight", "bias")
+    },
 }
-"""Of an encoder."""
+
+
+def gguf_encoder_targets(*, gated: bool) -> dict[str, Target]:
+    """Tensor name -> target for an encoder; `{i}` is the layer."""
+    if not gated:
+        return dict(_ENCODER)
+    parts = {
+        f"blk.{{i}}.{name}.{kind}": Target(f"layers.{{i}}.gate_up.{kind}", part)
+        for name, part in (("ffn_up", "up"), ("ffn_gate", "gate"))
+        for kind in ("weight", "bias")
+    }
+    return {**_ENCODER, **parts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import itertools
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from octavo.checkpoint import text_part
 from octavo.checkpoint.bundled import packed_dir
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from octavo.config.quantization import ON_THE_FLY
@@ -97,7 +99,7 @@ def load_model(
                 f"{model.name} runs through transformers, and quantised weights ({model.quantization}) do not. Take an unquantised copy."
             )
         progress(_PHASE, 0, 1)
-        fallback = load_fallback(config, device)
+        fallback = load_fallback(config, device, functools.partial(_check_room, config))
         progress(_PHASE, 1, 1)
         return fallback
     spec, family, gguf = read_spec(config, model.hf_config)
@@ -121,12 +123,21 @@ def load_model(
         needed = _stored(model.path, gguf, None)[0]
     elif on_the_fly is not None and config.device.kind == "cuda":
         needed //= 2
-    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
-    if 0 < room < needed:
-        raise ConfigError(too_large(config, needed))
+    _check_room(config, needed)
 
     with _sharing(ops, config, gguf if on_the_fly is None else None) as packing:
-        assembly = Assembly(spec, family.weights, packing, dtype, device, shard=shard, prefix=family.prefix, on_the_fly=on_the_fly)
+        assembly = Assembly(
+            spec,
+            family.weights,
+            packing,
+            dtype,
+            device,
+            shard=shard,
+            prefix=family.prefix,
+            on_the_fly=on_the_fly,
+            strip=text_part.PREFIXES if text_part.ORIGIN in model.hf_config else (),
+            ignored=text_part.IGNORED if text_part.ORIGIN in model.hf_config else None,
+        )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
         return build_decoder(
@@ -357,6 +368,15 @@ def _with_divisors(spec: ModelSpec, gguf: GgufFile, arch: str) -> ModelSpec:
     original = config.integer(f"{arch}.rope.scaling.original_context_length", trained, minimum=2)
     stretch = 1.0 if trained <= original else math.sqrt(1 + math.log(trained / original) / math.log(original))
     return scaled(LongRopeScaling(short, long, original, config.number(f"{arch}.rope.scaling.attn_factor", stretch)))
+
+
+def _check_room(config: EngineConfig, needed: int) -> None:
+    """Raises:
+    ConfigError: weights of `needed` bytes do not fit into memory.
+    """
+    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
+    if 0 < room < needed:
+        raise ConfigError(too_large(config, needed))
 
 
 def too_large(config: EngineConfig, needed: int) -> str:

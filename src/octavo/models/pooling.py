@@ -12,18 +12,20 @@ import torch
 from torch.nn import functional as F
 
 from octavo.attention.prompt import PromptAttention
+from octavo.checkpoint import text_part
 from octavo.config.types import DenseLayer, EngineConfig, PoolingConfig
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import activate
 from octavo.models.assembly import Assembly
 from octavo.models.decoder import Decoder
 from octavo.models.encoder import Encoder
-from octavo.models.encoder_spec import ENCODERS, EncoderFamily, encoder_parameters, encoder_spec
+from octavo.models.encoder_families import ENCODERS, EncoderFamily, encoder_spec
+from octavo.models.encoder_spec import encoder_parameters
 from octavo.models.families.base import Target
-from octavo.models.gguf_names import GGUF_BERT
+from octavo.models.gguf_names import gguf_encoder_targets
 from octavo.models.loader import Progress, fill, open_header, read_spec, too_large, weight_format
-from octavo.models.registry import family_for, generating_architecture
+from octavo.models.registry import generating_architecture, supported_architectures
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
 from octavo.protocol.pooling import Pooled, PoolRow
@@ -79,9 +81,11 @@ class PoolingModel:
     def _hidden(self, rows: Sequence[PoolRow], lengths: list[int]) -> torch.Tensor:
         ids = torch.tensor([i for row in rows for i in row.token_ids], device=self._device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(self._device)
-        attend = PromptAttention(self._model.layer_specs, lengths, self._device, causal=self._causal)
         if isinstance(self._model, Decoder):
+            attend = PromptAttention(self._model.layer_specs, lengths, self._device, causal=self._causal)
             return self._model.forward(ids, positions, attend)
+        bias = self._model.relative_bias(max(lengths))
+        attend = PromptAttention(self._model.layer_specs, lengths, self._device, causal=False, bias=bias)
         types = None
         if any(row.second_from for row in rows):
             types = torch.cat([(torch.arange(n) >= (row.second_from or n)).long() for n, row in zip(lengths, rows, strict=True)])
@@ -159,11 +163,11 @@ def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     if gguf is not None:
         if "token_types.weight" not in gguf.tensors:
             spec = replace(spec, token_types=0)
-        family = EncoderFamily((), GGUF_BERT, r"^cls(\.|_)|^pooler")
+        family = EncoderFamily((), gguf_encoder_targets(gated=spec.gated), r"^cls(\.|_)|^pooler")
     needed = _check_size(config, encoder_parameters(spec), dtype)
     form, on_the_fly = weight_format(config)
     assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored, on_the_fly=on_the_fly)
-    encoder = Encoder(spec, fill(assembly, config, gguf, needed, progress, form), ops)
+    encoder = Encoder(spec, fill(assembly, config, gguf, needed, progress, form), ops, max_length=model.max_model_len)
     return PoolingModel(encoder, pooling, causal=False, dense=_dense_layers(pooling.dense, spec.hidden_size, dtype, device), device=device)
 
 
@@ -171,7 +175,10 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     hf_config, dtype = config.model.hf_config, _dtype(config)
     name = generating_architecture(config.model.architecture)
     if name is None:
-        family_for(hf_config)  # which says what is supported
+        raise UnsupportedModel(
+            f"{config.model.architecture} cannot pool here. Encoders that can: {', '.join(ENCODERS)}. And decoders (...Model, "
+            f"...ForSequenceClassification) of {', '.join(supported_architectures())}."
+        )
     spec, family, gguf = read_spec(config, {**hf_config, "architectures": [name]})
     causal = not hf_config.get("use_bidirectional_attention") and hf_config.get("is_causal") is not False
     windows = spec.sliding_windows
@@ -181,7 +188,9 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     needed = _check_size(config, parameters(spec), dtype)
     targets = {**family.weights, "score.weight": Target("classifier.weight")}
     form, on_the_fly = weight_format(config)
-    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, ignored=_UNUSED, on_the_fly=on_the_fly)
+    inside = text_part.ORIGIN in hf_config
+    strip, ignored = text_part.PREFIXES if inside else (), f"{_UNUSED}|{text_part.IGNORED}" if inside else _UNUSED
+    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, strip=strip, ignored=ignored, on_the_fly=on_the_fly)
     weights = fill(assembly, config, gguf, needed, progress, form)
     decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
     classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None

@@ -43,6 +43,8 @@ class LayerProgram:
     mlp_post_norm: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    cos_sin: torch.Tensor
+    """[longest sequence, rotary_dim] float32; as wide in every layer"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,6 @@ class DecoderProgram:
     embed: PanelWeight
     head: PanelWeight
     final_norm: torch.Tensor
-    cos_sin: torch.Tensor
-    """[longest sequence, rotary_dim] float32"""
     hidden: int
     heads: int
     kv_heads: int

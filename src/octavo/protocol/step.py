@@ -112,7 +112,7 @@ def window_blocks(window: int, block_size: int) -> int:
 class CacheKind(msgspec.Struct):
     """A second kind of cache: for layers with a sliding window, in a model whose other layers see everything.
 
-    Its blocks and its part of each slot's block table are numbered behind those of the first kind. A table entry 0 is no block.
+    Its part of each slot's block table lies behind that of the first kind, and names its own blocks: 0 is its null block.
     """
 
     num_blocks: int
@@ -121,7 +121,9 @@ class CacheKind(msgspec.Struct):
     window: int
     """Of the layer that sees most."""
     first_block: int
+    """In `StepPlan.copy_src` and `copy_dst`, its blocks are numbered from here on."""
     first_column: int
+    """Of its part of the block table."""
 
 
 class CacheShape(msgspec.Struct):

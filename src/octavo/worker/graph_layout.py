@@ -61,11 +61,13 @@ class Layout:
     shape: GraphShape
     plan_size: int
     block_size: int
+    kinds: int = 1
+    """Of cache, each with a block table."""
 
     @property
     def max_diffs(self) -> int:
         """Every row may begin a block, and chunks fill some more."""
-        return _aligned(self.shape.rows + (self.shape.tokens // self.block_size if self.shape.chunks else 0))
+        return _aligned(self.kinds * (self.shape.rows + (self.shape.tokens // self.block_size if self.shape.chunks else 0)))
 
     @functools.cached_property
     def bounds(self) -> list[tuple[int, int]]:

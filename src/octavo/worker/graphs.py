@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.attention.base import GraphAttention, GraphShape
+from octavo.attention.base import GraphAttention, GraphShape, KindTables
 from octavo.models.decoder import Model
 from octavo.ops.registry import Draw, DrawRows
 from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
@@ -91,7 +91,8 @@ class StepGraphs:
         self._state = state
         self._draw = draw
         self._device = tables.device
-        self._layouts = {shape: Layout(shape, attention.graph_plan_size(shape), tables.block_size) for shape in shapes}
+        kinds = len(tables.kinds)
+        self._layouts = {shape: Layout(shape, attention.graph_plan_size(shape), tables.block_size, kinds) for shape in shapes}
         rows, tokens = max(shape.rows for shape in shapes), max(shape.tokens for shape in shapes)
         lines, size, cuda = inflight + SPARE_LINES, max(layout.size for layout in self._layouts.values()), self._device.type == "cuda"
         self._uploads = Ring.allocate(lines, size, cuda=cuda)
@@ -99,7 +100,7 @@ class StepGraphs:
         self._turn = 0
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._received = torch.zeros(size, dtype=torch.int32, device=self._device)
-        self._inputs = StepInputs.allocate(rows, tokens, tables.blocks.shape[1], self._device)
+        self._inputs = StepInputs.allocate(rows, tokens, tables.first_column, self._device, kinds=kinds)
         self._out = torch.zeros(rows, dtype=torch.int32, device=self._device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._ready: list[Captured] = []
@@ -156,7 +157,8 @@ class StepGraphs:
         columns = layout.split(self._received)
         header = [columns.header[4 * i : 4 * i + 1] for i in range(HEADER)]
         inputs = self._inputs.part(shape.rows, shape.tokens)
-        attend = self._attention.graph_attend(columns.plan[: layout.plan_size], shape, inputs.block_tables, inputs.cache_slots)
+        where = [KindTables(blocks, places) for blocks, places in zip(inputs.block_tables, inputs.cache_slots, strict=True)]
+        attend = self._attention.graph_attend(columns.plan[: layout.plan_size], shape, where)
         slots, positions, last, chunks = columns.slots, columns.contexts, None, {}
         if shape.chunks:
             slots, positions, last = columns.sampled_slots, columns.sampled_positions, columns.last_tokens[: shape.rows]
@@ -176,7 +178,7 @@ class StepGraphs:
                 capacity=layout.max_diffs,
             )
             gather_step_inputs(
-                columns.slots, columns.contexts, header[NUM_ROWS], tables.tokens, tables.blocks, tables.block_size, inputs, **chunks
+                columns.slots, columns.contexts, header[NUM_ROWS], tables.tokens, tables.kinds, tables.block_size, inputs, **chunks
             )
             return self._model.compact_logits(self._model.forward(inputs.token_ids, inputs.positions, attend, last))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from octavo.attention.base import StepBatch
+from octavo.attention.base import KindTables, StepBatch
 from octavo.ops.transfer import upload_many
 from octavo.protocol.step import Int32, StepPlan
 from octavo.worker.slots import SlotTables
@@ -24,16 +24,17 @@ def gather_inputs(plan: StepPlan, tables: SlotTables, wanted: Int32 | None = Non
     slots, start, counts, begins = upload_many([plan.slots, plan.start, count, ends - count], tables.device)
 
     num_blocks = -(-plan.max_context // (4 * tables.block_size)) * 4  # rows of a slice stay at multiples of 16 bytes
-    block_tables = tables.blocks[:, :num_blocks].index_select(0, slots)
-    first = tables.first_column
-    sliding = tables.blocks[:, first : first + num_blocks].index_select(0, slots) if tables.two_kinds else None
     token = torch.arange(plan.num_tokens, device=tables.device)
     if num_decodes == len(count):
         row_of_token, positions = token, start.long()
     else:
         row_of_token = torch.repeat_interleave(counts.long(), output_size=plan.num_tokens)
         positions = token - (begins - start).long().index_select(0, row_of_token)
-    blocks = block_tables[row_of_token, positions // tables.block_size].long()
+    kinds = []
+    for columns in tables.kinds:
+        block_tables = columns[:, :num_blocks].index_select(0, slots)
+        blocks = block_tables[row_of_token, positions // tables.block_size].long()
+        kinds.append(KindTables(block_tables, blocks * tables.block_size + positions % tables.block_size))
     return StepBatch(
         cpu_start=plan.start,
         cpu_count=count,
@@ -43,10 +44,10 @@ def gather_inputs(plan: StepPlan, tables: SlotTables, wanted: Int32 | None = Non
         token_ids=tables.tokens[slots.index_select(0, row_of_token), positions].long(),
         positions=positions,
         row_of_token=row_of_token,
-        block_tables=block_tables,
-        cache_slots=blocks * tables.block_size + positions % tables.block_size,
+        block_tables=kinds[0].block_tables,
+        cache_slots=kinds[0].cache_slots,
         context_lens=start + counts,
         shared=tables.leading.shared(plan.slots[:num_decodes]),
         cpu_wanted=wanted,
-        sliding_tables=sliding,
+        sliding=kinds[1] if len(kinds) > 1 else None,
     )

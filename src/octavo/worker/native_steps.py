@@ -26,7 +26,8 @@ class NativeSteps:
         self._tables = tables
         self._state = state
         self._attention = attention  # owns what the steps point into
-        self._steps = model.steps(attention, SlotMemory(tables.tokens, tables.blocks, state.numbers, tables.block_size))
+        second = tables.first_column if len(tables.kinds) > 1 else 0
+        self._steps = model.steps(attention, SlotMemory(tables.tokens, tables.blocks, state.numbers, tables.block_size, second))
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether all that the rows of a plan want is a draw, of all tokens or of those that their grammars allow."""

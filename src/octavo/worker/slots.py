@@ -41,9 +41,10 @@ class SlotTables:
         """[slots, max_model_len + slack]"""
         self.first_column = _table_width(width, block_size)
         """Of the second kind of cache, if there is one."""
-        self.two_kinds = two_kinds
         self.blocks = torch.zeros(num_slots, self.first_column * (1 + two_kinds), dtype=torch.int32, device=device)
         """[slots, max_blocks, or twice as many]; the null block 0 past the request's own."""
+        self.kinds = tuple(self.blocks[:, i * self.first_column : (i + 1) * self.first_column] for i in range(1 + two_kinds))
+        """Views of it, [slots, max_blocks]: the table of each kind of cache."""
         self.leading = LeadingBlocks(num_slots, block_size)
 
     @staticmethod

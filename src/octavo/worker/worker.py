@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.attention.base import AttentionBackend, Calibrated, GraphAttention, GraphShape
-from octavo.attention.select import attention_class, layout_of, make_attention
+from octavo.attention.select import attention_class, layout_of, make_attention, wasted_windows
+from octavo.checkpoint import text_part
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
@@ -97,7 +98,7 @@ class Worker:
             self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
             self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline)
         layers, block_size = self._model.layer_specs, config.cache.block_size
-        self._layout = layout_of(config, layers, self._model.spec.layer_specs, compiled=isinstance(self._model, CompiledDecoder))
+        self._layout = layout_of(config, layers, self._model.spec.layer_specs)
         with self._phase("tables"):
             scheduler, two_kinds = config.scheduler, bool(self._layout.sliding)
             self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device, two_kinds=two_kinds)
@@ -371,8 +372,16 @@ class Worker:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
+    def _model_warnings(self) -> list[str]:
+        origin = self._config.model.hf_config.get(text_part.ORIGIN)
+        return [f"{origin}: its language model is served, for text; what it reads images with was left out."] if origin else []
+
     def _cache_warnings(self) -> list[str]:
-        """What the user should know about a float8 cache."""
+        """What the user should know about windows that save nothing, and about a float8 cache."""
+        wasted = wasted_windows(self._config, self._layout)
+        return ([wasted] if wasted else []) + self._float8_warnings()
+
+    def _float8_warnings(self) -> list[str]:
         missing = len(self._model.layer_specs) - len(self._model.kv_scales)
         cache = self._config.cache
         if cache.dtype != "float8_e4m3fn" or cache.calibrate or not missing:
@@ -420,5 +429,5 @@ class Worker:
             attention=self._attention.name,
             sums=self._ranks.sums,
             phases=self._phases,
-            warnings=[*size.warnings, *self._weights_warnings(), *self._cache_warnings()],
+            warnings=[*self._model_warnings(), *size.warnings, *self._weights_warnings(), *self._cache_warnings()],
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention.base import GraphAttention, GraphShape, KvScales, LayerSpec, StepBatch
+from octavo.attention.base import GraphAttention, GraphShape, KindTables, KvScales, LayerSpec, StepBatch
 from octavo.attention.invariant import InvariantAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton import TritonAttention
@@ -123,7 +123,7 @@ def test_a_graphs_plan_gives_what_an_eager_step_gives(make: Make, step: int, sha
     padded[:3] = batch.block_tables
     slots = torch.zeros(shape.tokens, dtype=torch.int64, device=device)
     slots[:tokens] = batch.cache_slots
-    replayed = backend.graph_attend(torch.from_numpy(out).to(device), shape, padded, slots)
+    replayed = backend.graph_attend(torch.from_numpy(out).to(device), shape, [KindTables(padded, slots)])
     eager = backend.plan(batch)
     for layer, spec in enumerate(LAYERS):
         q, k, v = inputs(batch, spec, 5, device)

@@ -146,40 +146,49 @@ def test_rope_cache(
         assert not cache.double().transpose(1, 2).reshape(blocks * block, -1)[untouched].any(), "only the named slots are written"
 
 
-def test_gather_step_inputs_of_decodes(device: torch.device) -> None:
-    tokens = torch.randint(1, 1000, (6, 200), dtype=torch.int32, device=device)
-    blocks = torch.randint(1, 50, (6, 12), dtype=torch.int32, device=device)
-    slots, contexts = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([4, 0, 3, 9999, 9999], [1, 34, 160, 9999, 9999]))
-    inputs = StepInputs.allocate(5, 5, 12, device)
-    for buffer in vars(inputs).values():
+def garbage(inputs: StepInputs) -> StepInputs:
+    for buffer in (inputs.token_ids, inputs.positions, *inputs.cache_slots, *inputs.block_tables):
         buffer.fill_(77)
-    gather_step_inputs(slots, contexts, torch.tensor([3], dtype=torch.int32, device=device), tokens, blocks, 16, inputs)
+    return inputs
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_gather_step_inputs_of_decodes(kinds: int, device: torch.device) -> None:
+    tokens = torch.randint(1, 1000, (6, 200), dtype=torch.int32, device=device)
+    blocks = torch.randint(1, 50, (6, 24), dtype=torch.int32, device=device)
+    slots, contexts = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([4, 0, 3, 9999, 9999], [1, 34, 160, 9999, 9999]))
+    inputs = garbage(StepInputs.allocate(5, 5, 12, device, kinds=kinds))
+    blocks = blocks[:, : 12 * kinds]
+    tables = [blocks[:, 12 * kind : 12 * kind + 12] for kind in range(kinds)]
+    gather_step_inputs(slots, contexts, torch.tensor([3], dtype=torch.int32, device=device), tokens, tables, 16, inputs)
     assert inputs.positions.tolist() == [0, 33, 159, 0, 0]
     assert inputs.token_ids.tolist() == [int(tokens[4, 0]), int(tokens[0, 33]), int(tokens[3, 159]), 0, 0]
-    assert inputs.cache_slots.tolist() == [int(blocks[4, 0]) * 16, int(blocks[0, 2]) * 16 + 1, int(blocks[3, 9]) * 16 + 15, 0, 0]
-    for row, (slot, used) in enumerate(((4, 1), (0, 3), (3, 10))):
-        assert inputs.block_tables[row].tolist() == [*blocks[slot, :used].tolist(), *[77] * (12 - used)]
-    assert (inputs.block_tables[3:] == 77).all()
+    assert len(inputs.cache_slots) == kinds
+    for table, places, copied in zip(tables, inputs.cache_slots, inputs.block_tables, strict=True):
+        assert places.tolist() == [int(table[4, 0]) * 16, int(table[0, 2]) * 16 + 1, int(table[3, 9]) * 16 + 15, 0, 0]
+        for row, (slot, used) in enumerate(((4, 1), (0, 3), (3, 10))):
+            assert copied[row].tolist() == [*table[slot, :used].tolist(), *[77] * (12 - used)]
+        assert (copied[3:] == 77).all()
 
 
-def test_gather_step_inputs_of_chunks(device: torch.device) -> None:
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_gather_step_inputs_of_chunks(kinds: int, device: torch.device) -> None:
     rows, counts, starts = [5, 1, 2], [1, 150, 7], [40, 3, 0]
     tokens = torch.randint(1, 1000, (6, 200), dtype=torch.int32, device=device)
-    blocks = torch.randint(1, 50, (6, 12), dtype=torch.int32, device=device)
+    blocks = torch.randint(1, 50, (6, 12 * kinds), dtype=torch.int32, device=device)
+    tables = [blocks[:, 12 * kind : 12 * kind + 12] for kind in range(kinds)]
     begins = [0, 1, 151]
 
     def numbers(values: list[int], room: int) -> torch.Tensor:
         return torch.tensor([*values, *[9999] * (room - len(values))], dtype=torch.int32, device=device)
 
-    inputs = StepInputs.allocate(4, 160, 12, device)
-    for buffer in vars(inputs).values():
-        buffer.fill_(77)
+    inputs = garbage(StepInputs.allocate(4, 160, 12, device, kinds=kinds))
     gather_step_inputs(
         numbers(rows, 4),
         numbers([s + c for s, c in zip(starts, counts, strict=True)], 4),
         numbers([3], 1),
         tokens,
-        blocks,
+        tables,
         16,
         inputs,
         row_of_token=numbers([r for r, c in enumerate(counts) for _ in range(c)], 160),
@@ -189,8 +198,9 @@ def test_gather_step_inputs_of_chunks(device: torch.device) -> None:
     expected = [(slot, start + i) for slot, start, count in zip(rows, starts, counts, strict=True) for i in range(count)]
     assert inputs.positions.tolist() == [*(p for _, p in expected), 0, 0]
     assert inputs.token_ids.tolist() == [*(int(tokens[s, p]) for s, p in expected), 0, 0]
-    assert inputs.cache_slots.tolist() == [*(int(blocks[s, p // 16]) * 16 + p % 16 for s, p in expected), 0, 0]
-    assert inputs.block_tables[1].tolist() == [*blocks[1, :10].tolist(), 77, 77]
+    for table, places, copied in zip(tables, inputs.cache_slots, inputs.block_tables, strict=True):
+        assert places.tolist() == [*(int(table[s, p // 16]) * 16 + p % 16 for s, p in expected), 0, 0]
+        assert copied[1].tolist() == [*table[1, :10].tolist(), 77, 77]
 
 
 def test_a_line_of_the_ring_is_received_and_its_diffs_written(device: torch.device) -> None:

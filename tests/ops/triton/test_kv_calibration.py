@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo.attention.base import Calibrated, GraphShape, KvScales
+from octavo.attention.kinds import CacheKinds
 from octavo.attention.kv_calibration import ENOUGH_STEPS, ENOUGH_TOKENS, KvCalibration, scale_for
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton import TritonAttention
@@ -164,7 +165,7 @@ def test_it_ends() -> None:
     device = torch.device("cpu")
     for tokens, steps_taken in ((ENOUGH_TOKENS, 1), (1, ENOUGH_STEPS), (ENOUGH_TOKENS // 2, 2)):
         scales = {0: KvScales(torch.ones(1), torch.ones(1))}
-        calibration = KvCalibration(scales, 4, device)
+        calibration = KvCalibration(scales, CacheKinds(4), device)
         assert not calibration.running
         calibration.begin()
         for _ in range(steps_taken):
@@ -176,7 +177,7 @@ def test_it_ends() -> None:
 
 def test_a_rehearsal_leaves_nothing_behind() -> None:
     scales = KvScales(torch.ones(1), torch.ones(1))
-    calibration, cache = KvCalibration({0: scales}, 4, torch.device("cpu")), torch.zeros(2, 4, 1, 4, 16).to(FLOAT8)
+    calibration, cache = KvCalibration({0: scales}, CacheKinds(4), torch.device("cpu")), torch.zeros(2, 4, 1, 4, 16).to(FLOAT8)
     with calibration.rehearsing():
         for _ in range(2):
             assert calibration.running
@@ -190,7 +191,7 @@ def test_a_rehearsal_leaves_nothing_behind() -> None:
 
 
 def test_a_step_that_fails_does_not_count() -> None:
-    calibration = KvCalibration({0: KvScales(torch.ones(1), torch.ones(1))}, 4, torch.device("cpu"))
+    calibration = KvCalibration({0: KvScales(torch.ones(1), torch.ones(1))}, CacheKinds(4), torch.device("cpu"))
     calibration.begin()
     with pytest.raises(ValueError, match="out"), calibration.observing(ENOUGH_TOKENS):
         raise ValueError("out of memory")
@@ -199,7 +200,7 @@ def test_a_step_that_fails_does_not_count() -> None:
 
 def test_numbers_that_are_none_are_passed_over() -> None:
     scales = KvScales(torch.ones(2), torch.ones(2))
-    calibration, cache = KvCalibration({0: scales}, 4, torch.device("cpu")), torch.zeros(2, 4, 2, 4, 16).to(FLOAT8)
+    calibration, cache = KvCalibration({0: scales}, CacheKinds(4), torch.device("cpu")), torch.zeros(2, 4, 2, 4, 16).to(FLOAT8)
     calibration.begin()
     k = torch.ones(3, 2, 16)
     k[0, 0], k[1, 1] = float("nan"), float("inf")

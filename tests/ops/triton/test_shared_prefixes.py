@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from octavo.attention.base import GraphShape, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.base import GraphShape, KindTables, LayerSpec, SharedPrefixes, StepBatch
 from octavo.attention.triton import TritonAttention
 
 BLOCK, SHARED, HEADS, KV_HEADS, DIM = 16, 512, 4, 1, 16
@@ -42,7 +42,7 @@ def attend(attention: TritonAttention, tables: torch.Tensor, shared: SharedPrefi
         attention.graph_plan(start, np.ones_like(start), shape, plan, shared)
         padded = torch.zeros(8, tables.shape[1], dtype=torch.int32, device=device)
         padded[: len(CONTEXTS)] = tables
-        return attention.graph_attend(torch.from_numpy(plan).to(device), shape, padded, slots)(0, q, k, v)
+        return attention.graph_attend(torch.from_numpy(plan).to(device), shape, [KindTables(padded, slots)])(0, q, k, v)
     count = np.ones_like(start)
     ids = torch.zeros_like(last)
     step = StepBatch(start, count, len(start), len(start), 700, ids, last, ids, tables, slots, last.int() + 1, shared=shared)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.attention.base import LayerSpec
+from octavo.attention.base import KindTables, LayerSpec
+from octavo.attention.kinds import SlidingBlocks
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from octavo.ops.cpu import abi
@@ -208,3 +210,36 @@ def test_bytes_per_block_is_what_is_allocated() -> None:
 def test_other_cache_types_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"bfloat16.*float16 or float32"):
         NativeCpuAttention((LayerSpec(2, 1, 4, 0.5),), 6, 2, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_a_second_kind_of_cache_changes_no_bit(block_size: int, dtype: torch.dtype) -> None:
+    """Layers that slide have tables and blocks of their own, whose old ones were given to others: the same bits as with one table."""
+    layers = tuple(LayerSpec(4, 2, 24, 0.3, sliding_window=w) for w in (7, None, 20, None))
+    second = SlidingBlocks(frozenset({0, 2}), 40)
+    tables, others = Pool(90, block_size).tables([150, 90]), Pool(40, block_size, seed=1).tables([60, 60])
+    one, two = (NativeCpuAttention(layers, 90, block_size, dtype, CPU, sliding=kind) for kind in (None, second))
+    for backend in (one, two):
+        poison(backend)
+    # Blocks of the second kind come round again: a row writes over what its windows have left behind.
+    turns = torch.arange(tables.shape[1]) % others.shape[1]
+    for number, (starts, counts) in enumerate([([0, 0], [19, 12]), ([19, 12], [19, 17]), ([38, 29], [1, 1]), ([39, 30], [1, 15])]):
+        batch = step_batch(starts, counts, tables, block_size)
+        theirs = step_batch(starts, counts, others[:, turns], block_size)
+        both = replace(batch, sliding=KindTables(theirs.block_tables, theirs.cache_slots))
+        generators = [torch.Generator().manual_seed(number) for _ in range(2)]
+        plans = [backend.plan(b) for backend, b in ((one, batch), (two, both))]
+        for i, layer in enumerate(layers):
+            expected, got = (
+                plan(i, *inputs(layer, batch.num_tokens, generator)) for plan, generator in zip(plans, generators, strict=True)
+            )
+            assert expected.isfinite().all()
+            assert torch.equal(got, expected)
+    pairs = torch.tensor([[1, 2], [90 + 3, 90 + 4]], dtype=torch.int32)
+    before = [keys.clone() for keys in two._keys]
+    two.copy_blocks(pairs[:, 0], pairs[:, 1])
+    for layer, keys in enumerate(before):
+        source, destination = (3, 4) if layer in second.layers else (1, 2)
+        keys[destination] = keys[source]
+        assert torch.equal(keys.nan_to_num(), two._keys[layer].nan_to_num())

@@ -105,6 +105,8 @@ def test_byte_level_merges_and_special_tokens() -> None:
         ("tekken", ["ab", "Ġ", "1", "2", "3", "'s", "Ġ!"]),
         ("gpt-4o", ["ab", "Ġ", "123", "'s", "Ġ!"]),
         ("default", ["ab", "Ġ", "123", "'", "s", "Ġ", "!"]),
+        ("kimi-k2", ["ab", "Ġ", "123", "'s", "Ġ!"]),
+        ("seed-coder", ["ab", "Ġ", "1", "2", "3", "'s", "Ġ!"]),
     ],
 )
 def test_pre_tokenizers_cut_words(pre: str, words: list[str]) -> None:
@@ -244,3 +246,9 @@ def gguf_metadata_of(written: dict[str, Any], pre: str) -> dict[str, Any]:
         "tokenizer.ggml.unknown_token_id": vocab[model["unk_token"]],
         "tokenizer.ggml.add_space_prefix": False,
     }
+
+
+def test_superbpe_cuts_digits_alone_in_threes_from_the_end() -> None:
+    metadata = byte_level_metadata(**{"tokenizer.ggml.pre": "superbpe"})
+    cutter = gguf_vocabulary(metadata, "x").tokenizer.pre_tokenizer
+    assert [word for word, _ in cutter.pre_tokenize_str("a b 1234567 c")] == ["aĠbĠ", "1", "234", "567", "Ġc"]

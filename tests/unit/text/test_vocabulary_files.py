@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import CheckpointError, UnsupportedModel
-from octavo.frontend.text.gguf_tokenizer import QWEN2_WORDS
+from octavo.frontend.text.gguf_tokenizer import QWEN2_WORDS, gguf_vocabulary
 from octavo.frontend.text.sentencepiece_file import build as build_pieces
 from octavo.frontend.text.sentencepiece_file import read_pieces
-from octavo.frontend.text.tiktoken_file import Ranked, read_ranks, read_tekken
+from octavo.frontend.text.tiktoken_file import Ranked, ranks_of_folder, read_ranks, read_tekken
 from octavo.frontend.text.tiktoken_file import build as build_ranked
 from octavo.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,6 +57,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         },
         "squeezing": {"model_type": "bpe"},
         "unigram": {"model_type": "unigram"},
+        "t5": {
+            "model_type": "unigram",
+            "byte_fallback": False,
+            "normalization_rule_name": "nmt_nfkc",
+            "unk_id": 2,
+            "bos_id": -1,
+            "eos_id": 1,
+            "pad_id": 0,
+        },
     }
     for name, options in kinds.items():
         spm.SentencePieceTrainer.train(
@@ -64,10 +73,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             model_prefix=str(folder / name),
             vocab_size=420,
             hard_vocab_limit=False,
-            byte_fallback=True,
-            normalization_rule_name="identity",
             minloglevel=2,
-            **options,
+            **({"byte_fallback": True, "normalization_rule_name": "identity"} | options),
         )
     return {name: folder / f"{name}.model" for name in kinds}
 
@@ -79,6 +86,44 @@ def test_pieces_equal_sentencepiece(models: dict[str, Path], kind: str) -> None:
         ids = theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
         assert ours.decode(ids) == theirs.decode(ids), text
+
+
+@pytest.mark.parametrize("kind", ["unigram", "t5"])
+@pytest.mark.parametrize("signed", [False, True])
+def test_unigrams_of_a_gguf_file_equal_sentencepiece(models: dict[str, Path], kind: str, signed: bool) -> None:
+    """As converters write them; some had the bytes of the normalisation signed."""
+    pieces = read_pieces(models[kind])
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": list(pieces.tokens),
+        "tokenizer.ggml.scores": list(pieces.scores),
+        "tokenizer.ggml.token_type": list(pieces.kinds),
+        "tokenizer.ggml.add_space_prefix": pieces.space_prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": pieces.squeeze_spaces,
+        "tokenizer.ggml.unknown_token_id": pieces.unknown,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    if pieces.charsmap:
+        metadata["tokenizer.ggml.precompiled_charsmap"] = [b - 256 if signed and b > 127 else b for b in pieces.charsmap]
+    assert bool(pieces.charsmap) is (kind == "t5")
+    vocabulary = gguf_vocabulary(metadata, "m.gguf")
+    theirs = spm.SentencePieceProcessor(model_file=str(models[kind]))
+    # Of several characters that are read as one, the tokenizers library normalises the first alone, in tokenizer.json files too.
+    left_out = "\u200d" if pieces.charsmap else ""
+    for text in (text.replace(left_out, "") for text in texts()):
+        assert vocabulary.tokenizer.encode(text, add_special_tokens=False).ids == theirs.encode(text), text
+    assert (vocabulary.prefix, vocabulary.suffix) == ([], [1])
+
+
+def test_damaged_unigrams_are_refused(models: dict[str, Path]) -> None:
+    pieces = read_pieces(models["t5"])
+    metadata: dict[str, Any] = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": list(pieces.tokens), "tokenizer.ggml.scores": [1.0]}
+    with pytest.raises(CheckpointError, match="score for each token"):
+        gguf_vocabulary(metadata, "m.gguf")
+    metadata["tokenizer.ggml.scores"] = list(pieces.scores)
+    for charsmap, says in (([1000], "list of bytes"), ("abc", "list of bytes"), ([1, 2, 3], "not sound")):
+        with pytest.raises(CheckpointError, match=says):
+            gguf_vocabulary(metadata | {"tokenizer.ggml.precompiled_charsmap": charsmap}, "m.gguf")
 
 
 def mistral_files(pattern: str) -> list[Path]:
@@ -217,6 +262,46 @@ def test_llama_3_calls_its_ranks_tokenizer_model(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
     assert tokenizer.encode("the dog")[0] == tokenizer.bos_token_id == len(RANKS)
     assert tokenizer.encode("<|eot_id|>", add_special_tokens=False) == [len(RANKS) + 9]
+
+
+KIMI_TEXTS = ["Hello日本語world", "汉字abc汉字's", "漢字12345 漢", "I'LL 한국어's", "ǅǆ汉x\u0301", "a\u0301汉\u0301"]
+
+
+def test_moonshots_ranks_equal_tiktoken(tmp_path: Path) -> None:
+    """Chinese characters are cut from their neighbours; special tokens are where the config says, with names of its own."""
+    write_ranks(tmp_path / "tiktoken.model", RANKS)
+    size = len(RANKS)
+    config = {
+        "tokenizer_class": "TikTokenTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "added_tokens_decoder": {str(size + i): {"content": t, "special": True} for i, t in enumerate(("[BOS]", "[EOS]", "<|im_end|>"))},
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load(tmp_path)
+    assert tokenizer.encode("<|im_end|>") == [size + 2], "no beginning is marked"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (size, size + 1)
+    ranked, _ = ranks_of_folder(tmp_path / "tiktoken.model", config, "")
+    check_against_tiktoken(ranked, build_ranked(ranked, "x"), [*KIMI_TEXTS, *texts()])
+
+
+@pytest.mark.parametrize(("name", "end"), [("cl100k_base", 100257), ("o200k_base", 199999)])
+def test_files_called_after_an_encoding(tmp_path: Path, name: str, end: int) -> None:
+    write_ranks(tmp_path / f"{name}.tiktoken", RANKS)
+    tokenizer = load(tmp_path)
+    assert tokenizer.encode("<|endoftext|>") == [end] == [tokenizer.eos_token_id]
+    ranked, _ = ranks_of_folder(tmp_path / f"{name}.tiktoken", {}, "")
+    published = {
+        "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+        "o200k_base": "|".join([
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""\p{N}{1,3}""", r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""", r"""\s*[\r\n]+""", r"""\s+(?!\S)""", r"""\s+""",
+        ]),
+    }  # fmt: skip
+    theirs = Ranked(ranked.tokens, published[name], {})
+    check_against_tiktoken(theirs, build_ranked(ranked, "x"), texts())
 
 
 def test_ranks_of_an_unknown_family_are_refused_and_no_code_is_run(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ window. All kinds agree on which tokens a sequence has: tables grow together, an
 The first kind decides about admission. The second is made large enough for what can run at once; should it run out all the same, the
 scheduler makes room as it does for the first.
 
-Workers know one table a slot, and one space of block numbers: those of the second kind begin at `CacheKind.first_block`, and its part
-of the table at `CacheKind.first_column`.
+Workers know one table a slot: the part of the second kind begins at column `CacheKind.first_column`, and names its own blocks. In copies,
+where nothing else tells the kinds apart, the blocks of the second one begin at `CacheKind.first_block`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KVManager:
         self.prefix_caching = prefix_caching
         sizes = [(shape.num_blocks, shape.window)]
         self._offsets = [(0, 0)]
-        """Of each kind: what is added to its columns and to its blocks, for the workers."""
+        """Of each kind: what is added to its columns, and to its blocks in copies, for the workers."""
         if (kind := shape.sliding) is not None:
             sizes.append((kind.num_blocks, kind.window))
             self._offsets.append((kind.first_column, kind.first_block))
@@ -42,6 +42,7 @@ class KVManager:
         )
         self._main = self.kinds[0]
         self._others = self.kinds[1:]
+        self._sliding = tuple(kind for kind in self.kinds if kind.window is not None)
 
     # Figures of the first kind
 
@@ -88,9 +89,19 @@ class KVManager:
         return min(kind.available for kind in self.kinds) if self._others else self._main.available
 
     @property
+    def room(self) -> int:
+        """Blocks that admission divides among requests: of the first kind."""
+        return self._main.available
+
+    @property
     def slides(self) -> bool:
         """Whether blocks are let go of while their sequence goes on."""
-        return self.kinds[-1].window is not None
+        return bool(self._sliding)
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that the window of the kind that slides spans; 0: none does."""
+        return -(-(self._sliding[0].window or 0) // self.block_size) if self._sliding else 0
 
     @property
     def longest(self) -> int | None:
@@ -145,6 +156,10 @@ class KVManager:
         """How many blocks sharing `match` takes away from `available`, at most."""
         return max(kind.num_idle(part) for kind, part in self._parts(match))
 
+    def idle_room(self, match: Match) -> int:
+        """How many blocks sharing `match` takes away from `room`."""
+        return self._main.num_idle(match)
+
     def _parts(self, match: Match) -> list[tuple[BlockTables, Match]]:
         others = match.others or tuple(Match() for _ in self._others)
         return [(self._main, match), *zip(self._others, others, strict=True)]
@@ -160,7 +175,7 @@ class KVManager:
         """Append a block that will be a copy of the match's tail, and pin the source until step `fence` has settled.
 
         Returns:
-            (source, destination) of the copies, as workers number blocks.
+            (source, destination) of the copies, in the numbers for the workers.
 
         Raises:
             OutOfBlocks: no block for the copy; nothing has changed.
@@ -202,9 +217,9 @@ class KVManager:
     def last_entries(self, slots: npt.NDArray[np.intp]) -> Int32:
         """[3, n]: slot, column, block of the last table entry of each of `slots`, in every kind."""
         parts = []
-        for kind, (column, base) in zip(self.kinds, self._offsets, strict=True):
+        for kind, (column, _) in zip(self.kinds, self._offsets, strict=True):
             index = kind.lengths[slots] - 1
-            parts.append(np.stack([slots, index + column, kind.table[slots, index] + base]).astype(np.int32))
+            parts.append(np.stack([slots, index + column, kind.table[slots, index]]).astype(np.int32))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def entries(self, slot: int, begin: int) -> list[tuple[int, int, int]]:
@@ -217,13 +232,13 @@ class KVManager:
         return blocks, [entry for number in range(1, len(self.kinds)) for entry in self._entries(number, slot, 0)]
 
     def _entries(self, number: int, slot: int, begin: int) -> list[tuple[int, int, int]]:
-        kind, (column, base) = self.kinds[number], self._offsets[number]
+        kind, (column, _) = self.kinds[number], self._offsets[number]
         first = int(kind.first[slot])
         blocks = kind.table[slot, : kind.lengths[slot]].tolist()
         if first and first < len(blocks):
             # Kernels that read a little before the window ignore what they find, but it must be numbers.
             blocks[:first] = [blocks[first]] * first
-        return [(slot, column + i, block + base) for i, block in enumerate(blocks[begin:], begin)]
+        return [(slot, column + i, block) for i, block in enumerate(blocks[begin:], begin)]
 
     # Sharing what a slot has computed
 
@@ -234,14 +249,15 @@ class KVManager:
 
     def behind_window(self, slots: npt.NDArray[np.intp], settled: Int32) -> npt.NDArray[np.intp]:
         """Those of `slots`, of which `settled` [slots] tokens are settled, that have blocks to let go of."""
-        kind = self.kinds[-1]
-        if kind.window is None:
+        if not self._sliding:
             return slots[:0]
+        kind = self._sliding[0]
+        assert kind.window is not None
         return slots[(settled - (kind.window - 1)) // self.block_size > kind.first[slots]]
 
     def slide(self, slot: int, tokens: array[int], settled: int, extra_key: str) -> None:
         """Let go of the blocks that the window of `slot` has left behind."""
-        for kind in self.kinds:
+        for kind in self._sliding:
             kind.slide(slot, tokens, settled, extra_key)
 
     def free_duplicates(self) -> None:

@@ -1,8 +1,8 @@
 """A `tokenizers.Tokenizer` built from the vocabulary inside a GGUF file.
 
-Three kinds are built: "gpt2" (byte-level BPE, with the pre-tokenizer the file names), "llama" (SentencePiece BPE with byte
-fallback) and "bert" (WordPiece). Ids equal those of the tokenizer the file was converted from; a pre-tokenizer that is not known here is an error,
-because a wrong one gives plausible, slightly wrong ids.
+Four kinds are built: "gpt2" (byte-level BPE, with the pre-tokenizer the file names), "llama" (SentencePiece BPE with byte fallback), "t5"
+(SentencePiece unigrams: T5, and encoders that came of XLM-RoBERTa) and "bert" (WordPiece). Ids equal those of the tokenizer the file was
+converted from; a pre-tokenizer that is not known here is an error, because a wrong one gives plausible, slightly wrong ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from octavo.errors import CheckpointError, UnsupportedModel
-from octavo.frontend.text.sentencepiece_file import CONTROL, NORMAL, UNKNOWN, Pieces, add_special, build
+from octavo.frontend.text.sentencepiece_file import BYTE, CONTROL, NORMAL, UNKNOWN, Pieces, add_special, build
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,7 +28,16 @@ _CASED_WORDS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{c}"
 )
 _TEKKEN = _CASED_WORDS.replace("{c}", "") + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT4O = _CASED_WORDS.replace("{c}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O_WORDS: Final = _CASED_WORDS.replace("{c}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_NO_HAN = r"&&[^\p{Han}]"
+KIMI_WORDS: Final = (
+    r"[\p{Han}]+|"
+    + _CASED_WORDS.replace(r"\p{M}]", r"\p{M}" + _NO_HAN + "]").replace("{c}", _CONTRACTIONS + "?")
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of Moonshot's models (Kimi K2, Moonlight): Chinese characters are cut from their neighbours first."""
+_SEED_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class _Pre:
     """A word that is in the vocabulary is one token, however it would merge."""
     add_bos: bool = False
     """When the file does not say."""
+    add_eos: bool = False
+    """As `add_bos`."""
 
 
 _PUNCTUATED = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
@@ -68,14 +79,20 @@ _SMOLLM = _Pre(None, single_digits=True)
 _LLAMA_BPE = _Pre(LLAMA3_WORDS, ignore_merges=True, add_bos=True)
 _QWEN = _Pre(QWEN2_WORDS, nfc=True)
 _PRE_TOKENIZERS: Final[Mapping[str, _Pre]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe", "gigachat", "a.x-4.0", "mellum"), _GPT2),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "trillion", "granite-docling", "exaone4"), _GPT2
+    ),
+    "roberta-bpe": _Pre(None, add_bos=True, add_eos=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SMOLLM),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA_BPE),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _LLAMA_BPE),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _Pre(LLAMA3_WORDS)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN),
-    "stablelm2": _Pre(QWEN2_WORDS),
+    **dict.fromkeys(("stablelm2", "hunyuan"), _Pre(QWEN2_WORDS)),
+    "seed-coder": _Pre(_SEED_WORDS),
+    "superbpe": _Pre((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "kimi-k2": _Pre(KIMI_WORDS, ignore_merges=True),
     "tekken": _Pre(_TEKKEN, ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Pre(_GPT4O)),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Pre(GPT4O_WORDS)),
     **dict.fromkeys(("chatglm-bpe", "glm4"), _Pre(LLAMA3_WORDS)),
     "deepseek-v3": _Pre(_DEEPSEEK3),
     "deepseek-llm": _Pre(_DEEPSEEK_LLM),
@@ -117,17 +134,21 @@ def gguf_vocabulary(metadata: Mapping[str, Any], path: str) -> GgufVocabulary:
     if kind == "gpt2":
         pre_name = metadata.get("tokenizer.ggml.pre", "default")
         tokenizer = _byte_level_bpe(tokens, metadata.get("tokenizer.ggml.merges"), str(pre_name), path)
-        adds_bos = pre_name in _PRE_TOKENIZERS and _PRE_TOKENIZERS[pre_name].add_bos
+        pre = _PRE_TOKENIZERS[str(pre_name)]
+        adds_bos, adds_eos = pre.add_bos, pre.add_eos
         add_special(tokenizer, tokens, types)
     elif kind == "llama":
         tokenizer = _sentencepiece(metadata, tokens, types, path)
-        adds_bos = True
+        adds_bos, adds_eos = True, False
+    elif kind == "t5":
+        tokenizer = _unigrams(metadata, tokens, types, path)
+        adds_bos, adds_eos = metadata.get("general.architecture") == "bert", True
     elif kind == "bert":
         tokenizer = _word_piece(tokens, types)
         return _bert_vocabulary(metadata, tokenizer, tokens, path)
     else:
         raise UnsupportedModel(
-            f"{path} has a vocabulary of kind {kind!r}; gpt2, llama and bert can be read. Give a tokenizer with --tokenizer."
+            f"{path} has a vocabulary of kind {kind!r}; gpt2, llama, t5 and bert can be read. Give a tokenizer with --tokenizer."
         )
 
     ids = _special_ids(metadata, len(tokens), path)
@@ -137,10 +158,14 @@ def gguf_vocabulary(metadata: Mapping[str, Any], path: str) -> GgufVocabulary:
         for key, value in metadata.items()
         if (key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")) and isinstance(value, str)
     }
+    prefix = [bos] if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else []
+    suffix = [eos] if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", adds_eos) else []
+    if prefix and suffix and metadata.get("general.architecture") == "bert":
+        _between_pairs(tokenizer, (tokens[prefix[0]], prefix[0]), (tokens[suffix[0]], suffix[0]))
     return GgufVocabulary(
         tokenizer=tokenizer,
-        prefix=[bos] if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else [],
-        suffix=[eos] if eos is not None and metadata.get("tokenizer.ggml.add_eos_token", False) else [],
+        prefix=prefix,
+        suffix=suffix,
         special_tokens={name: tokens[i] for name, i in ids.items()},
         chat_templates=templates,
     )
@@ -153,6 +178,13 @@ _SPECIAL: Final = (
     ("pad_token", "padding"),
     ("sep_token", "seperator"),  # as the format spells it
 )
+
+
+def _between_pairs(tokenizer: tokenizers.Tokenizer, first: tuple[str, int], last: tuple[str, int]) -> None:
+    """What RoBERTa has around texts, and twice between those of a pair."""
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.RobertaProcessing(last, first, trim_offsets=True, add_prefix_space=False)
 
 
 def _bert_vocabulary(metadata: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, tokens: list[str], path: str) -> GgufVocabulary:
@@ -233,6 +265,30 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     known = isinstance(unknown, int) and 0 <= unknown < len(tokens)
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     return build(Pieces(tokens, scores, types, space_prefix=prefixed, unknown=unknown if known else None))
+
+
+def _unigrams(metadata: Mapping[str, Any], tokens: list[str], types: list[int], path: str) -> tokenizers.Tokenizer:
+    scores, charsmap = metadata.get("tokenizer.ggml.scores"), metadata.get("tokenizer.ggml.precompiled_charsmap", [])
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{path} has a SentencePiece vocabulary without a score for each token. Give a tokenizer with --tokenizer.")
+    if not isinstance(charsmap, list) or not all(isinstance(byte, int) and -128 <= byte < 256 for byte in charsmap):
+        raise CheckpointError(f"{path}: tokenizer.ggml.precompiled_charsmap must be a list of bytes. Give a tokenizer with --tokenizer.")
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+        unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
+    return build(
+        Pieces(
+            tokens,
+            scores,
+            types,
+            unigram=True,
+            byte_fallback=BYTE in types,
+            space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+            squeeze_spaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", True)),
+            charsmap=bytes(byte & 0xFF for byte in charsmap),  # some converters wrote them as signed
+            unknown=unknown,
+        )
+    )
 
 
 def _word_piece(tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:

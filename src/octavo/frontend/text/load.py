@@ -89,9 +89,9 @@ _PLAIN_PIECES = frozenset({"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTok
 """Tokenizer classes whose ids are those of the SentencePiece model."""
 
 
-def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]] | None:
-    """A tokenizer of a folder without tokenizer.json, and the special tokens that its file names; None: the folder has none of the kinds
-    that are read here.
+def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], bool] | None:
+    """A tokenizer of a folder without tokenizer.json, the special tokens that its file names, and whether the first of them goes before a
+    text where no config says so; None: the folder has none of the kinds that are read here.
 
     Raises:
         CheckpointError, UnsupportedModel: it has one, but that is damaged or needs code of its own.
@@ -99,20 +99,23 @@ def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
     if (tekken := folder / "tekken.json").is_file():
         ranked = read_tekken(tekken)
         names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-        return build_ranked(ranked, str(tekken)), {role: name for role, name in names.items() if name in ranked.special}
+        return build_ranked(ranked, str(tekken)), {role: name for role, name in names.items() if name in ranked.special}, True
     config = _optional_json(folder / "tokenizer_config.json")
     model_type = str(_optional_json(folder / "config.json").get("model_type", ""))
     model = next((p for p in (folder / "tokenizer.model", *sorted(folder.glob("tokenizer.model.v*"), reverse=True)) if p.is_file()), None)
-    ranks = next(iter(sorted(folder.glob("*.tiktoken"))), model if model is not None and is_ranks(model) else None)
+    ranks = next(iter(sorted((*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")))), None)
+    if ranks is None and model is not None and is_ranks(model):
+        ranks = model
     if ranks is not None:
-        return build_ranked(ranks_of_folder(ranks, config, model_type), str(ranks)), _usual_ends(model_type)
+        ranked, marks_beginning = ranks_of_folder(ranks, config, model_type)
+        return build_ranked(ranked, str(ranks)), _usual_ends(model_type), marks_beginning
     if model is None or str(config.get("tokenizer_class", "")) not in _PLAIN_PIECES:
         return None
     pieces = read_pieces(model)
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if "<bos>" in pieces.tokens:
         names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return build_pieces(pieces), {role: name for role, name in names.items() if name in pieces.tokens}
+    return build_pieces(pieces), {role: name for role, name in names.items() if name in pieces.tokens}, True
 
 
 def _usual_ends(model_type: str) -> dict[str, str]:
@@ -123,7 +126,7 @@ def _usual_ends(model_type: str) -> dict[str, str]:
 
 
 def _with_config(
-    tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], folder: Path, override: str | None, args: EngineArgs
+    tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], marks_beginning: bool, folder: Path, override: str | None, args: EngineArgs
 ) -> Tokenizer:
     """A tokenizer made from a vocabulary alone, with what the folder's other files say: special tokens, ends, templates."""
     config = _optional_json(folder / "tokenizer_config.json")
@@ -139,7 +142,7 @@ def _with_config(
         FastBackend(tokenizer),
         templates=_templates(_folder_templates(folder, config), special, override, args),
         special_tokens=special,
-        prefix=end("add_bos_token", "bos_token", True),
+        prefix=end("add_bos_token", "bos_token", marks_beginning),
         suffix=end("add_eos_token", "eos_token", False),
     )
 

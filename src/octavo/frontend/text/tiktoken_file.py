@@ -12,13 +12,13 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from octavo.checkpoint.local import read_json_object
 from octavo.errors import CheckpointError, UnsupportedModel
-from octavo.frontend.text.gguf_tokenizer import LLAMA3_WORDS, QWEN2_WORDS
+from octavo.frontend.text.gguf_tokenizer import GPT4O_WORDS, KIMI_WORDS, LLAMA3_WORDS, QWEN2_WORDS
 from octavo.frontend.text.token_bytes import byte_level_alphabet
 
 if TYPE_CHECKING:
@@ -162,6 +162,10 @@ class _Cut:
     nfc: bool = False
     special: tuple[str, ...] = ()
     """Tokens behind the last rank, where the tokenizer's config does not list them."""
+    numbered: Mapping[str, int] = field(default_factory=dict)
+    """The same with their ids, where those have gaps."""
+    bos: bool = False
+    """The beginning of a text is marked, unless the tokenizer's config says otherwise."""
 
 
 _QWEN1 = _Cut(QWEN2_WORDS, nfc=True, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))))
@@ -170,28 +174,42 @@ _LLAMA3_SPECIAL = (
     "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(2, 247)),
 )  # fmt: skip
+_LLAMA3 = _Cut(LLAMA3_WORDS, special=_LLAMA3_SPECIAL, bos=True)
 _CUTS: Final[Mapping[str, _Cut]] = {
     "QWenTokenizer": _QWEN1,
     "qwen": _QWEN1,
-    "llama": _Cut(LLAMA3_WORDS, special=_LLAMA3_SPECIAL),
-    "PreTrainedTokenizerFast": _Cut(LLAMA3_WORDS, special=_LLAMA3_SPECIAL),
+    "llama": _LLAMA3,
+    "PreTrainedTokenizerFast": _LLAMA3,
+    "TikTokenTokenizer": _Cut(KIMI_WORDS),
+    "kimi_k2": _Cut(KIMI_WORDS),
 }
 """By the tokenizer's class, or the model's type."""
+_ENCODINGS: Final[Mapping[str, _Cut]] = {
+    "cl100k_base": _Cut(
+        LLAMA3_WORDS,
+        numbered={
+            "<|endoftext|>": 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260, "<|endofprompt|>": 100276,
+        },
+    ),
+    "o200k_base": _Cut(GPT4O_WORDS, numbered={"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+}  # fmt: skip
+"""Files that are called after one of OpenAI's encodings, whatever model they belong to."""
 
 
-def ranks_of_folder(path: Path, tokenizer_config: Mapping[str, Any], model_type: str) -> Ranked:
-    """The vocabulary in `path` with what its family's code knows besides.
+def ranks_of_folder(path: Path, tokenizer_config: Mapping[str, Any], model_type: str) -> tuple[Ranked, bool]:
+    """The vocabulary in `path` with what its family's code knows besides, and whether the beginning of a text is marked.
 
     Raises:
         CheckpointError: not such a file.
         UnsupportedModel: a family that is not known.
     """
     name = str(tokenizer_config.get("tokenizer_class", ""))
-    cut = _CUTS.get(name) or _CUTS.get(model_type)
+    cut = _ENCODINGS.get(path.stem) or _CUTS.get(name) or _CUTS.get(model_type)
     if cut is None:
         raise UnsupportedModel(
             f"{path} holds ranks alone, and how {name or model_type or 'this model'} cuts text into words is in code of its own, which is "
-            "never run. Give a folder with a tokenizer.json as --tokenizer."
+            "never run. Known are those of Qwen 1, Llama 3 and Moonshot (Kimi), and files named cl100k_base or o200k_base. Give a folder with "
+            "a tokenizer.json as --tokenizer."
         )
     tokens = read_ranks(path)
     decoder = tokenizer_config.get("added_tokens_decoder")
@@ -200,5 +218,6 @@ def ranks_of_folder(path: Path, tokenizer_config: Mapping[str, Any], model_type:
         for key, entry in (decoder.items() if isinstance(decoder, dict) else ())
         if str(key).isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str) and int(key) >= len(tokens)
     }
-    special = listed or {token: len(tokens) + i for i, token in enumerate(cut.special)}
-    return Ranked(tokens, cut.pattern, special, nfc=cut.nfc)
+    usual = {token: i for token, i in cut.numbered.items() if i >= len(tokens)}
+    special = listed or usual or {token: len(tokens) + i for i, token in enumerate(cut.special)}
+    return Ranked(tokens, cut.pattern, special, nfc=cut.nfc), bool(tokenizer_config.get("add_bos_token", cut.bos))

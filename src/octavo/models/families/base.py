@@ -14,7 +14,8 @@ from octavo.models.hf_config import HfConfig, rope_spec
 from octavo.models.spec import MlpSpec, ModelSpec
 from octavo.ops.registry import Activation
 
-RowOrder = Callable[[ModelSpec], npt.NDArray[np.int64]]
+RowOrder = Callable[[Any], npt.NDArray[np.int64]]
+"""From the spec, a `ModelSpec` or an `EncoderSpec`, to which stored row each row is."""
 
 
 @dataclass(frozen=True)

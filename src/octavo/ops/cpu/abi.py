@@ -18,7 +18,7 @@ from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 3
+ABI: Final = 4
 LAYOUT: Final = 1
 """Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
@@ -62,6 +62,7 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")),
+        ("cos_sin", c_void_p),
     ]
 
 
@@ -73,7 +74,6 @@ class Decoder(ctypes.Structure):
         ("embed", Linear),
         ("head", Linear),
         ("final_norm", c_void_p),
-        ("cos_sin", c_void_p),
         *((name, c_int32) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "vocab")),
         ("activation", c_int32),
         ("activations", c_int32),
@@ -91,6 +91,8 @@ class Cache(ctypes.Structure):
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "padded_dim", "block_size", "padded_block", "half", "window")),
         ("scale", c_float),
         ("soft_cap", c_float),
+        ("sliding", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -98,9 +100,8 @@ class Step(ctypes.Structure):
     """The tokens of a step and whom they belong to."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("token_ids", "positions", "cache_slots", "row_start", "row_count", "block_tables")),
-        ("row_slots", c_void_p),
-        ("wanted", c_void_p),
+        *((name, c_void_p) for name in ("token_ids", "positions", "cache_slots", "sliding_slots", "row_start", "row_count")),
+        *((name, c_void_p) for name in ("block_tables", "sliding_tables", "row_slots", "wanted")),
         ("table_stride", c_int64),
         *((name, c_int32) for name in ("num_tokens", "num_rows", "num_wanted", "padding")),
     ]
@@ -113,7 +114,7 @@ class Slots(ctypes.Structure):
         *((name, c_void_p) for name in ("tokens", "blocks", "numbers")),
         *((name, c_int64) for name in ("tokens_stride", "blocks_stride", "numbers_stride")),
         ("block_size", c_int32),
-        ("padding", c_int32),
+        ("sliding_column", c_int32),
     ]
 
 

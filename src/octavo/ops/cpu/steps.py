@@ -22,10 +22,12 @@ class SlotMemory:
     tokens: torch.Tensor
     """[slots, length] int32: each request's tokens."""
     blocks: torch.Tensor
-    """[slots, max_blocks] int32: each request's block table."""
+    """[slots, max_blocks] int32: each request's block table; with a second kind of cache, its table beside it."""
     numbers: torch.Tensor
     """[slots, >= 4] float32, as `ops.registry.Draw` takes them."""
     block_size: int
+    sliding_column: int
+    """Where in a row of `blocks` the table of a second kind of cache begins; 0: there is none."""
 
 
 class CpuSteps:
@@ -50,6 +52,7 @@ class CpuSteps:
             blocks_stride=memory.blocks.stride(0),
             numbers_stride=memory.numbers.stride(0),
             block_size=memory.block_size,
+            sliding_column=memory.sliding_column,
         )
         self._fixed = (engine.handle, ctypes.byref(decoder), ctypes.byref(caches), ctypes.byref(self._slots))
 

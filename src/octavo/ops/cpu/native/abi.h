@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 3
+#define OCTAVO_ABI 4
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -56,13 +56,13 @@ struct OctavoLayer {
     const float* mlp_post_norm;
     const float* q_norm;  // [head_dim]
     const float* k_norm;
+    const float* cos_sin;  // [positions, rotary_dim]
 };
 
 struct OctavoDecoder {
     const OctavoLayer* layers;
     OctavoLinear embed, head;
     const float* final_norm;  // [hidden]
-    const float* cos_sin;     // [positions, rotary_dim]
     int32_t num_layers, hidden, heads, kv_heads, head_dim, rotary_dim, inner, vocab;
     int32_t activation;
     int32_t activations;
@@ -77,15 +77,19 @@ struct OctavoCache {  // one layer's attention and where its keys and values are
     int32_t half;     // float16 cache
     int32_t window;   // 0: none
     float scale, soft_cap;
+    int32_t sliding;  // 1: of the second kind of cache, with block tables of its own
+    int32_t padding;
 };
 
 struct OctavoStep {
     const int64_t* token_ids;     // [tokens]
     const int64_t* positions;     // [tokens]
     const int64_t* cache_slots;   // [tokens]
+    const int64_t* sliding_slots; // [tokens] in the second kind of cache; null: there is none
     const int32_t* row_start;     // [rows] first position computed
     const int32_t* row_count;     // [rows] tokens computed
     const int32_t* block_tables;  // [rows, table_stride], or [slots, table_stride]
+    const int32_t* sliding_tables;  // of the second kind, with the same stride
     const int32_t* row_slots;     // [rows] which block table is whose; null: they come by row
     const int32_t* wanted;        // [num_wanted] ascending: the tokens whose hidden states are wanted; null: all
     int64_t table_stride;
@@ -99,7 +103,7 @@ struct OctavoSlots {  // what is kept of each request between steps, by slot
     const float* numbers;  // [slots, numbers_stride] temperature, top_k, top_p, log(min_p); 1, 0, 1 and -inf are off
     int64_t tokens_stride, blocks_stride, numbers_stride;
     int32_t block_size;
-    int32_t padding;
+    int32_t sliding_column;  // where the block table of a second kind of cache begins in a row of blocks; 0: there is none
 };
 
 struct OctavoPlan {  // a step, as the core plans it

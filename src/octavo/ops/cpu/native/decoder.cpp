@@ -37,7 +37,7 @@ void rotate(const OctavoDecoder& d, const OctavoLayer& l, int64_t position, floa
     for (int h = 0; h < d.heads + d.kv_heads; h++) {
         float* head = qkv + (int64_t)h * d.head_dim;
         if (const float* norm = h < d.heads ? l.q_norm : l.k_norm) kernels().rms_norm(head, norm, d.norm_eps, d.head_dim, head);
-        kernels().rope(head, d.cos_sin + position * d.rotary_dim, d.rotary_dim);
+        kernels().rope(head, l.cos_sin + position * d.rotary_dim, d.rotary_dim);
     }
 }
 
@@ -97,6 +97,7 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
     for (int32_t layer = 0; layer < d.num_layers; layer++) {
         const OctavoLayer& l = d.layers[layer];
         const OctavoCache& cache = caches[layer];
+        const int64_t* places = cache.sliding ? step->sliding_slots : step->cache_slots;
         float* qkv = e.qkv.get(tokens * width);
         multiply(e, l.qkv, e.hidden.view(), qkv, width);
         e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
@@ -104,7 +105,7 @@ void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
             rotate(d, l, step->positions[t], row);
             const float* keys = row + (int64_t)d.heads * d.head_dim;
             for (int h = 0; h < d.kv_heads; h++)
-                kernels().store_key_value(cache, step->cache_slots[t], h, keys + h * d.head_dim, keys + (d.kv_heads + h) * d.head_dim);
+                kernels().store_key_value(cache, places[t], h, keys + h * d.head_dim, keys + (d.kv_heads + h) * d.head_dim);
         });
         const bool choose = step->wanted && layer + 1 == d.num_layers;
         attend_tiles(e, choose ? e.last_tiles : e.tiles, cache, *step, qkv, width, attended);

@@ -139,11 +139,12 @@ void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const Octavo
 void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
                   int64_t ldq, float* out) {
     const int64_t group = cache.heads / cache.kv_heads, width = (int64_t)cache.heads * cache.head_dim;
+    const int32_t* tables = cache.sliding ? step.sliding_tables : step.block_tables;
     engine.pool.run((int64_t)tiles.size(), 1, [&](int64_t i) {
         const TileTask& task = tiles[(size_t)i];
         AttentionTile tile;
         tile.cache = &cache;
-        tile.table = step.block_tables + (step.row_slots ? step.row_slots[task.row] : task.row) * step.table_stride;
+        tile.table = tables + (step.row_slots ? step.row_slots[task.row] : task.row) * step.table_stride;
         tile.kv_head = task.kv_head;
         tile.num_queries = task.num_queries;
         for (int n = 0; n < task.num_queries; n++) {
@@ -201,9 +202,10 @@ void octavo_gated_mul(const float* gate_up, int64_t rows, int64_t dim, int32_t a
 
 void octavo_attention(OctavoEngine* engine, const OctavoCache* cache, const OctavoStep* step, const float* q, int64_t ldq, const float* k, int64_t ldk,
                       const float* v, int64_t ldv, float* out) {
+    const int64_t* places = cache->sliding ? step->sliding_slots : step->cache_slots;
     engine->pool.run(step->num_tokens, token_chunk(*engine, step->num_tokens), [&](int64_t t) {
         for (int h = 0; h < cache->kv_heads; h++)
-            kernels().store_key_value(*cache, step->cache_slots[t], h, k + t * ldk + h * cache->head_dim, v + t * ldv + h * cache->head_dim);
+            kernels().store_key_value(*cache, places[t], h, k + t * ldk + h * cache->head_dim, v + t * ldv + h * cache->head_dim);
     });
     plan_attention(*engine, *cache, *step);
     attend_tiles(*engine, engine->tiles, *cache, *step, q, ldq, out);

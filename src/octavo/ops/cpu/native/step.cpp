@@ -9,7 +9,9 @@ void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const Octav
 
     int64_t* ids = e.token_ids.get(plan->num_tokens);
     int64_t* positions = e.positions.get(plan->num_tokens);
-    int64_t* places = e.cache_slots.get(plan->num_tokens);
+    const int32_t second = slots->sliding_column;
+    int64_t* places = e.cache_slots.get((int64_t)plan->num_tokens * (second ? 2 : 1));
+    int64_t* sliding_places = second ? places + plan->num_tokens : nullptr;
     int32_t* wanted = e.wanted.get(3 * plan->num_rows + 1);
     int32_t *wanted_slots = wanted + plan->num_rows, *ends = wanted_slots + plan->num_rows;
     int32_t token = 0, sampled = 0;
@@ -21,6 +23,7 @@ void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const Octav
             ids[token] = text[p];
             positions[token] = p;
             places[token] = (int64_t)blocks[p / slots->block_size] * slots->block_size + p % slots->block_size;
+            if (second) sliding_places[token] = (int64_t)blocks[second + p / slots->block_size] * slots->block_size + p % slots->block_size;
         }
         if (!plan->sample[row]) continue;
         wanted[sampled] = token - 1;
@@ -31,9 +34,11 @@ void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const Octav
     step.token_ids = ids;
     step.positions = positions;
     step.cache_slots = places;
+    step.sliding_slots = sliding_places;
     step.row_start = plan->start;
     step.row_count = plan->count;
     step.block_tables = slots->blocks;
+    step.sliding_tables = second ? slots->blocks + second : nullptr;
     step.row_slots = plan->slots;
     step.table_stride = slots->blocks_stride;
     step.wanted = wanted;
