@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from octavo.frontend.http.limits import MAX_FIELDS, MAX_MESSAGES, MAX_OBJECTS, is_large
+from octavo.frontend.http.limits import MAX_MESSAGES, is_large
+from octavo.frontend.json_shape import MAX_CONTAINERS, MAX_FIELDS, MAX_TEXTS
 from tests.support.http_server import RunningServer
 
 USER = {"role": "user", "content": "x"}
@@ -19,6 +20,22 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 ITEM = {"type": "message", "role": "user", "content": "x"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+MANY_LISTS: list[Any] = [[]] * 3_000_000
+EMPTY_LISTS = (
+    ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"a": MANY_LISTS}}),
+    ("/v1/chat/completions", {"messages": [USER], "metadata": {"a": MANY_LISTS}}),
+    ("/v1/chat/completions", {"messages": [USER], "tools": MANY_LISTS}),
+    ("/v1/chat/completions", {"messages": [USER], "stop": MANY_LISTS}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": MANY_LISTS}]}),
+    ("/v1/chat/completions", {"messages": MANY_LISTS}),
+    ("/v1/completions", {"prompt": MANY_LISTS}),
+    ("/v1/responses", {"input": MANY_LISTS}),
+    ("/v1/messages", {"messages": MANY_LISTS, "max_tokens": 1}),
+    ("/v1/embeddings", {"input": MANY_LISTS}),
+    ("/tokenize", {"prompt": "x", "zork": MANY_LISTS}),
+)
+CALLER = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": json.dumps([[]] * 10_000)}}]}
+"""Each within the limit."""
 STALL_SECONDS = 5.0
 """What is done on the loop took longer by far; how long the loop waits for its turn on a busy machine is not what this is about."""
 MANY = MAX_MESSAGES + 1
@@ -58,11 +75,14 @@ def loop_lag(server: RunningServer) -> Iterator[list[float]]:
         ("/v1/responses", {"input": [OUTPUT] * MANY}, "input has 10001 entries"),
         ("/v1/responses/input_tokens", {"input": [ITEM] * MANY}, "input has 10001 entries"),
         ("/v1/conversations", {"items": [ITEM] * MANY}, "items has 10001 entries"),
-        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_OBJECTS}]}, "50000 objects"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT] * MAX_OBJECTS}], "max_tokens": 1}, "50000 objects"),
-        ("/v1/responses", {"input": [{**ITEM, "content": [{}] * MAX_OBJECTS}]}, "50000 objects"),
-        ("/v1/completions", {"prompt": "x", "nothing": [{}] * MAX_OBJECTS}, "50000 objects"),
-        ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(MAX_FIELDS)}}, "300000 fields"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_CONTAINERS}]}, "at most 50000"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT] * MAX_CONTAINERS}], "max_tokens": 1}, "at most 50000"),
+        ("/v1/responses", {"input": [{**ITEM, "content": [{}] * MAX_CONTAINERS}]}, "at most 50000"),
+        ("/v1/completions", {"prompt": "x", "nothing": [{}] * MAX_CONTAINERS}, "at most 50000"),
+        ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(MAX_FIELDS)}}, "at most 300000"),
+        *((path, body, "objects and lists; at most 50000") for path, body in EMPTY_LISTS),
+        ("/v1/chat/completions", {"messages": [USER], "metadata": {"a": [""] * MAX_TEXTS}}, "texts; at most 1000000"),
+        ("/v1/chat/completions", {"messages": [CALLER] * 10}, "arguments of tool calls hold 100010"),
         ("/tokenize", {"prompt": "hello " * 200_000}, "1000000 can be tokenized"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

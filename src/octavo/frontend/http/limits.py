@@ -1,7 +1,7 @@
 """How much one request may hold, and where the work on a large one is done.
 
-Every client of a process shares its event loop. So what a body holds is counted while it is read, before anything walks over it,
-and whatever still takes long is done in a thread.
+Every client of a process shares its event loop. So what a body holds is counted before it is decoded (`json_shape`), and
+whatever still takes long is done in a thread.
 """
 
 from __future__ import annotations
@@ -12,10 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from octavo.errors import InvalidRequest
 
-MAX_OBJECTS = 50_000
-"""JSON objects in a body."""
-MAX_FIELDS = 300_000
-"""Fields of all objects in a body: a logit_bias may name every token of a vocabulary."""
 MAX_MESSAGES = 10_000
 """Messages of a chat, items of an input."""
 TOKENIZE_CHARS = 1_000_000
