@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -258,6 +260,31 @@ def test_template_from_a_request_when_trusted(checkpoint: Any) -> None:
         assert prompt_of(server) == "T:hi!"
         assert server.post(PATH, {"messages": HI, "chat_template": "{{ x"}).status_code == 400
         assert server.post(PATH, {"messages": HI, "chat_template": "{% for a in range(10**9) %}x{% endfor %}"}).status_code == 400
+
+
+def test_a_template_from_a_request_cannot_hold_up_the_server(checkpoint: Any) -> None:
+    from octavo.frontend.http.settings import ServerSettings
+
+    bomb = "{% set x=namespace(v=[1]) %}{% for i in range(60) %}{% set x.v = [x.v,x.v] %}{% endfor %}{{ x.v|tojson|length }}"
+    with running_server(checkpoint, ServerSettings(trust_request_chat_template=True)) as server:
+        for path, wrapped in (
+            (PATH, {"messages": HI, "chat_template": bomb}),
+            ("/tokenize", {"messages": HI, "chat_template_kwargs": {"chat_template": bomb}}),
+        ):
+            with ThreadPoolExecutor(1) as pool:
+                bombed = pool.submit(server.post, path, wrapped)
+                slowest = 0.0
+                while not bombed.done():
+                    begun = time.monotonic()
+                    assert server.http.get("/health").status_code == 200
+                    slowest = max(slowest, time.monotonic() - begun)
+                    time.sleep(0.05)
+            assert bombed.result().status_code == 400
+            assert "stopped" in bombed.result().json()["error"]["message"]
+            assert slowest < 3.0
+        error = server.post(PATH, {"messages": HI, "chat_template": "x" * 10_000}).json()["error"]
+        assert error["param"] == "chat_template"
+        assert len(error["message"]) < 300
 
 
 def test_model_without_a_template(tmp_path: Any) -> None:

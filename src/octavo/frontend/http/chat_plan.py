@@ -92,7 +92,7 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     wish = wish_of(body)
     many = len(body.logit_bias or ()) > LARGE_IDS
     params = await off_loop(many, sampling_params, body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
-    prompt = await render(ctx.llm, body, settings=settings)
+    prompt = await render(ctx, body)
     plan = await plan_reply(
         ctx.llm,
         settings,

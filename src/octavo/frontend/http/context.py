@@ -27,6 +27,7 @@ from octavo.frontend.http.responses.store import ResponseStore
 from octavo.frontend.http.schemas import GenerationRequest, Schema
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
+from octavo.frontend.text.template_process import TemplateProcesses
 from octavo.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class ServerContext:
     responses: ResponseStore = field(init=False)
     batches: BatchService = field(init=False)
     """Set by `build_app`, whose application it posts to."""
+    templates: TemplateProcesses = field(default_factory=TemplateProcesses)
+    """Renders what brings its own chat template."""
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """What goes on without a client that waits."""
     unknown_fields: set[str] = field(default_factory=set)
@@ -78,6 +81,7 @@ class ServerContext:
         await self.batches.close()
         await cancel(*self.background)
         self.responses.close()
+        self.templates.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; it handles its own errors."""

@@ -74,5 +74,5 @@ async def _count(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, CountTokensRequest)
     chat = await off_loop(is_large(body.messages), chat_request, body)
-    prompt = await render(ctx.llm, chat, settings=ctx.settings)
+    prompt = await render(ctx, chat)
     return json_response({"input_tokens": len(prompt.token_ids)})

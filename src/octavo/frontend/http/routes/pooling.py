@@ -191,7 +191,7 @@ async def _pool_input(
         chat_template_kwargs=body.chat_template_kwargs,
     )
     await ctx.llm.pooling_processor()  # which says so if this model does not pool
-    prompt = await render(ctx.llm, conversation, settings=ctx.settings)
+    prompt = await render(ctx, conversation)
     return await _pool_texts(ctx, body, prompt.token_ids, "messages", params, task, tracker)
 
 

@@ -143,7 +143,7 @@ async def count_input_tokens(request: Request) -> Response:
     try:
         items = await off_loop(is_large(body.input), input_items, body.input)
         chat = await _chat(ctx, body, items, owner_of(request))
-        prompt = await render(ctx.llm, chat, settings=ctx.settings)
+        prompt = await render(ctx, chat)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})

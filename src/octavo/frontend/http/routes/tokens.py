@@ -29,7 +29,7 @@ async def tokenize(request: Request) -> Response:
             )
         ids = await encode_text(ctx.llm, body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        ids = (await render(ctx.llm, body, settings=ctx.settings)).token_ids
+        ids = (await render(ctx, body)).token_ids
     text_of = ctx.llm.tokenizer.token_text
     strings = await off_loop(len(ids) > LARGE_IDS, lambda: [text_of(i) for i in ids]) if body.return_token_strs else None
     return json_response({"count": len(ids), "max_model_len": ctx.llm.ready_report.max_model_len, "tokens": ids, "token_strs": strings})
