@@ -129,6 +129,30 @@ def test_a_large_request_does_not_hold_up_others(server: RunningServer, path: st
     assert max(gaps) < STALL_SECONDS
 
 
+def test_a_prompt_that_is_cut_costs_what_is_left_of_it(server: RunningServer) -> None:
+    text = "hello world " * 1_000_000
+    begun = time.monotonic()
+    reply = server.post("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 10, "max_tokens": 1})
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["prompt_tokens"] == 10
+    last = server.fake.seen[-1].prompt_token_ids
+    assert time.monotonic() - begun < 2.0
+    assert (
+        server.post("/v1/completions", {"prompt": "hello world " * 1000, "truncate_prompt_tokens": 10, "max_tokens": 1}).status_code == 200
+    )
+    assert server.fake.seen[-1].prompt_token_ids == last
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 10, "max_tokens": 1}),
+        ("/v1/responses", {"input": text, "truncation": "auto", "max_output_tokens": 1}),
+        ("/v1/responses/input_tokens", {"input": text, "truncation": "auto"}),
+    ):
+        begun = time.monotonic()
+        assert server.post(path, body).status_code == 200
+        assert time.monotonic() - begun < 4.0, path
+    error = server.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()["error"]
+    assert "characters" in error["message"]
+
+
 def test_what_is_large() -> None:
     assert not is_large([USER] * 20)
     assert not is_large([1] * 9_000)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.frontend.http.errors import clip, short_repr
 from octavo.frontend.http.limits import check_count, is_large, off_loop
-from octavo.frontend.http.prompts import EncodedPrompt, check_length, encode_text
+from octavo.frontend.http.prompts import EncodedPrompt, Truncation, check_length, check_tokenizable, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
 from octavo.frontend.parsing.formats import tool_format
 from octavo.frontend.text.chat_template import TOO_LARGE
@@ -28,8 +28,11 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest, truncation: Truncation | None = None) -> EncodedPrompt:
     """The conversation of `body` as text and token ids.
+
+    Args:
+        truncation: how the ids will be cut (the text never is). Without one they must fit into the context, if a reply is to follow.
 
     Raises:
         InvalidRequest: the messages, or what the template says of them.
@@ -64,7 +67,7 @@ async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest) -> Enc
             kwargs.setdefault("thinking", False)
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
-    must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
+    must_fit = isinstance(body, ChatRequest) and truncation is None
     check_count("messages", body.messages, "messages")
     conversation = Conversation(
         messages=body.messages,
@@ -92,7 +95,10 @@ async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest) -> Enc
             f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages"
         ) from e
     # A rendered template writes its own special tokens: none are added unless asked, and BOS never twice.
-    ids = await encode_text(llm, text, add_special_tokens=bool(body.add_special_tokens), must_fit=must_fit, param="messages")
+    if isinstance(body, TokenizeRequest):
+        check_tokenizable(llm, text, "messages")
+    special = bool(body.add_special_tokens)
+    ids = await encode_text(llm, text, add_special_tokens=special, must_fit=must_fit, truncation=truncation, param="messages")
     if not ids:
         raise InvalidRequest("These messages render to an empty prompt.", param="messages")
     return EncodedPrompt(ids, text)

@@ -227,7 +227,7 @@ async def _prepare_texts(
     _check_count(ctx, len(prompts), param)
     cut, special = body.truncate_prompt_tokens, body.add_special_tokens is not False
     if cut is None:
-        encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=special, must_fit=True)
+        encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=special)
         items: Sequence[Any] = [one.token_ids for one in encoded]
     else:
         items = prompts  # the processor cuts them, and keeps the special tokens at their ends
