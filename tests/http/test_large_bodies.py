@@ -71,6 +71,11 @@ def loop_lag(server: RunningServer) -> Iterator[list[float]]:
         ("/tokenize", {"messages": [USER] * MANY}, "messages has 10001 entries"),
         ("/v1/messages", {"messages": [USER] * MANY, "max_tokens": 1}, "messages has 10001 entries"),
         ("/v1/messages/count_tokens", {"messages": [USER] * MANY}, "messages has 10001 entries"),
+        (
+            "/v1/messages",
+            {"messages": [USER, {"role": "user", "content": [RESULT] * MANY}], "max_tokens": 1},
+            "messages[1].content: each tool_",
+        ),
         ("/v1/responses", {"input": [ITEM] * MANY}, "input has 10001 entries"),
         ("/v1/responses", {"input": [OUTPUT] * MANY}, "input has 10001 entries"),
         ("/v1/responses/input_tokens", {"input": [ITEM] * MANY}, "input has 10001 entries"),

@@ -16,7 +16,7 @@ from octavo.frontend.http.context import FINGERPRINT, ServerContext, fair_key
 from octavo.frontend.http.conversation import final_message, render
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.generation import Job
-from octavo.frontend.http.limits import LARGE_IDS, off_loop
+from octavo.frontend.http.limits import LARGE_IDS, check_metadata, off_loop
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.older_tools import in_older_words, is_older, with_tools
 from octavo.frontend.http.prompts import Truncation
@@ -47,6 +47,7 @@ def _check_unserved(body: ChatRequest) -> None:
     Raises:
         InvalidRequest: one of them asks for something that the reply would have to lack.
     """
+    check_metadata(body.metadata)
     if body.modalities is not None and body.modalities != ["text"]:
         raise InvalidRequest(f'modalities must be ["text"], got {short_repr(body.modalities)}: replies are text only.', param="modalities")
     if body.audio is not None:

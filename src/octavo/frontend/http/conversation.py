@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from octavo.frontend.http.context import ServerContext
     from octavo.frontend.http.settings import ServerSettings
     from octavo.frontend.text.chat_template import ChatTemplates
+
+logger = logging.getLogger("octavo.server")
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
 """Names in chat_template_kwargs that are fields of the request itself."""
@@ -150,6 +153,18 @@ def final_message(body: ChatRequest, role: str) -> str:
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
     return content if isinstance(content, str) else ""
+
+
+def log_notes(templates: ChatTemplates, settings: ServerSettings, defaults: Mapping[str, Any]) -> None:
+    """Say at the start of a server what whoever starts it should know. (A server that does not generate has nothing of this.)
+
+    Args:
+        defaults: the sampling parameters of the model.
+    """
+    for note in start_notes(templates, settings):
+        logger.warning(note)
+    if note := defaults_note(defaults):
+        logger.info(note)
 
 
 def start_notes(templates: ChatTemplates, settings: ServerSettings) -> list[str]:
