@@ -132,6 +132,13 @@ def counters(server: ServerProcess) -> dict[str, float]:
     return {name: value for name, value in samples(server).items() if name.split("{")[0].endswith(("_total", "_count", "_bucket", "_sum"))}
 
 
+def test_what_to_know_is_said_at_the_start_by_one_for_all(tmp_path: Path) -> None:
+    engine = scripted_engine(write_tiny_checkpoint(tmp_path / "model", chat=False), tmp_path, SCRIPT)
+    with server_process(tmp_path, engine, api_server_count=2) as server:
+        server.wait_ready()
+        assert server.log.count("This model has no chat template") == 1
+
+
 def test_metrics_are_those_of_all(running: ServerProcess) -> None:
     one, two = (connection_to(running, pid) for pid in api_servers(running))
     name = "vllm:e2e_request_latency_seconds_count"

@@ -60,7 +60,11 @@ def test_files(server: RunningServer) -> None:
     assert server.http.get(path).json() == file
     assert server.http.get(f"{path}/content").content == b"a\nb\n"
     assert file in server.http.get("/v1/files", params={"purpose": "batch"}).json()["data"]
-    assert server.http.get("/v1/files", params={"purpose": "other"}).json()["data"] == []
+    assert server.http.get("/v1/files", params={"purpose": "batch_output"}).status_code == 200
+    for listed, params in (("/v1/files", {"purpose": "other"}), ("/v1/files", {"after": "file-x"}), ("/v1/batches", {"after": "batch_x"})):
+        refused = server.http.get(listed, params=params)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == next(iter(params))
     assert server.http.delete(path).json() == {"id": file["id"], "object": "file", "deleted": True}
     assert [server.http.request(m, p).status_code for m, p in (("GET", path), ("GET", f"{path}/content"), ("DELETE", path))] == [404] * 3
 
@@ -281,9 +285,11 @@ def interrupted(checkpoint: Path, folder: Path) -> dict[str, Any]:
     return batch
 
 
-def test_a_line_that_killed_the_server_twice_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_line_that_killed_the_server_three_times_is_given_up(checkpoint: Path, tmp_path: Path) -> None:
     batch = interrupted(checkpoint, tmp_path)
     died(tmp_path, batch, "n1", "n2")
+    died(tmp_path, batch, "n1")
+    died(tmp_path, batch, "n2")
     died(tmp_path, batch, "n2")
     with stateful(checkpoint, tmp_path) as server:
         done = finished(server, batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -191,6 +193,7 @@ def test_tools_are_shown_to_the_model(server: RunningServer) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"metadata": 5}, "metadata"),
+        ({"metadata": {"a": 5}}, "metadata"),
         ({"service_tier": 5}, "service_tier"),
         ({"store": "x"}, "store"),
         ({"verbosity": {}}, "verbosity"),
@@ -227,21 +230,24 @@ def test_fields_of_openais_without_an_effect_are_taken(server: RunningServer) ->
 
 
 def test_a_budget_that_cannot_be_held_says_why(checkpoint: Any, tmp_path: Any) -> None:
-    from octavo.frontend.http.reply_plan import budget_note
     from octavo.frontend.http.settings import ServerSettings
     from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
     settings = ServerSettings(reasoning_parser="think")
     with running_server(checkpoint, settings) as server:
-        error = server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).json()["error"]
+        # Its text does, but for what a grammar must follow.
+        assert server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).status_code == 200
+        held = server.fake.seen[-1].sampling.constraint
+        assert (held.reasoning_start, held.reasoning_end, held.reasoning_budget) == ("<think>", "</think>", 5)
+        assert held.reasoning_stop_ids == server.tokens("</think>")
+        form = {"response_format": {"type": "json_object"}}
+        error = server.post(PATH, {"messages": HI, "thinking_token_budget": 5, **form}).json()["error"]
         assert error["param"] == "thinking_token_budget"
         assert f"the marker </think> of this model's reasoning is {len(server.tokens('</think>'))} tokens" in error["message"]
-        assert "</think>" in budget_note(server.llm.tokenizer, settings)
-        assert budget_note(server.llm.tokenizer, ServerSettings()) == ""
     marked = write_tiny_checkpoint(tmp_path, more=("<think>", "</think>"))
     with running_server(marked, settings) as server:
         assert server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).status_code == 200
-        assert budget_note(server.llm.tokenizer, settings) == ""
+        assert server.fake.seen[-1].sampling.constraint.reasoning_end == ""
         # What the prompt has closed already needs no limit.
         closed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think></think>"}]
         body = {"messages": closed, "add_generation_prompt": False, "continue_final_message": True, "thinking_token_budget": 5}
@@ -258,6 +264,31 @@ def test_template_from_a_request_when_trusted(checkpoint: Any) -> None:
         assert prompt_of(server) == "T:hi!"
         assert server.post(PATH, {"messages": HI, "chat_template": "{{ x"}).status_code == 400
         assert server.post(PATH, {"messages": HI, "chat_template": "{% for a in range(10**9) %}x{% endfor %}"}).status_code == 400
+
+
+def test_a_template_from_a_request_cannot_hold_up_the_server(checkpoint: Any) -> None:
+    from octavo.frontend.http.settings import ServerSettings
+
+    bomb = "{% set x=namespace(v=[1]) %}{% for i in range(60) %}{% set x.v = [x.v,x.v] %}{% endfor %}{{ x.v|tojson|length }}"
+    with running_server(checkpoint, ServerSettings(trust_request_chat_template=True)) as server:
+        for path, wrapped in (
+            (PATH, {"messages": HI, "chat_template": bomb}),
+            ("/tokenize", {"messages": HI, "chat_template_kwargs": {"chat_template": bomb}}),
+        ):
+            with ThreadPoolExecutor(1) as pool:
+                bombed = pool.submit(server.post, path, wrapped)
+                slowest = 0.0
+                while not bombed.done():
+                    begun = time.monotonic()
+                    assert server.http.get("/health").status_code == 200
+                    slowest = max(slowest, time.monotonic() - begun)
+                    time.sleep(0.05)
+            assert bombed.result().status_code == 400
+            assert "stopped" in bombed.result().json()["error"]["message"]
+            assert slowest < 3.0
+        error = server.post(PATH, {"messages": HI, "chat_template": "x" * 10_000}).json()["error"]
+        assert error["param"] == "chat_template"
+        assert len(error["message"]) < 300
 
 
 def test_model_without_a_template(tmp_path: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from octavo.frontend.http.limits import MAX_FIELDS, MAX_MESSAGES, MAX_OBJECTS, is_large
+from octavo.frontend.http.limits import MAX_MESSAGES, is_large
+from octavo.frontend.json_shape import MAX_CONTAINERS, MAX_FIELDS, MAX_TEXTS
 from tests.support.http_server import RunningServer
 
 USER = {"role": "user", "content": "x"}
@@ -19,6 +20,22 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 ITEM = {"type": "message", "role": "user", "content": "x"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+MANY_LISTS: list[Any] = [[]] * 3_000_000
+EMPTY_LISTS = (
+    ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"a": MANY_LISTS}}),
+    ("/v1/chat/completions", {"messages": [USER], "metadata": {"a": MANY_LISTS}}),
+    ("/v1/chat/completions", {"messages": [USER], "tools": MANY_LISTS}),
+    ("/v1/chat/completions", {"messages": [USER], "stop": MANY_LISTS}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": MANY_LISTS}]}),
+    ("/v1/chat/completions", {"messages": MANY_LISTS}),
+    ("/v1/completions", {"prompt": MANY_LISTS}),
+    ("/v1/responses", {"input": MANY_LISTS}),
+    ("/v1/messages", {"messages": MANY_LISTS, "max_tokens": 1}),
+    ("/v1/embeddings", {"input": MANY_LISTS}),
+    ("/tokenize", {"prompt": "x", "zork": MANY_LISTS}),
+)
+CALLER = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": json.dumps([[]] * 10_000)}}]}
+"""Each within the limit."""
 STALL_SECONDS = 5.0
 """What is done on the loop took longer by far; how long the loop waits for its turn on a busy machine is not what this is about."""
 MANY = MAX_MESSAGES + 1
@@ -54,15 +71,23 @@ def loop_lag(server: RunningServer) -> Iterator[list[float]]:
         ("/tokenize", {"messages": [USER] * MANY}, "messages has 10001 entries"),
         ("/v1/messages", {"messages": [USER] * MANY, "max_tokens": 1}, "messages has 10001 entries"),
         ("/v1/messages/count_tokens", {"messages": [USER] * MANY}, "messages has 10001 entries"),
+        (
+            "/v1/messages",
+            {"messages": [USER, {"role": "user", "content": [RESULT] * MANY}], "max_tokens": 1},
+            "messages[1].content: each tool_",
+        ),
         ("/v1/responses", {"input": [ITEM] * MANY}, "input has 10001 entries"),
         ("/v1/responses", {"input": [OUTPUT] * MANY}, "input has 10001 entries"),
         ("/v1/responses/input_tokens", {"input": [ITEM] * MANY}, "input has 10001 entries"),
         ("/v1/conversations", {"items": [ITEM] * MANY}, "items has 10001 entries"),
-        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_OBJECTS}]}, "50000 objects"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT] * MAX_OBJECTS}], "max_tokens": 1}, "50000 objects"),
-        ("/v1/responses", {"input": [{**ITEM, "content": [{}] * MAX_OBJECTS}]}, "50000 objects"),
-        ("/v1/completions", {"prompt": "x", "nothing": [{}] * MAX_OBJECTS}, "50000 objects"),
-        ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(MAX_FIELDS)}}, "300000 fields"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * MAX_CONTAINERS}]}, "at most 50000"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [RESULT] * MAX_CONTAINERS}], "max_tokens": 1}, "at most 50000"),
+        ("/v1/responses", {"input": [{**ITEM, "content": [{}] * MAX_CONTAINERS}]}, "at most 50000"),
+        ("/v1/completions", {"prompt": "x", "nothing": [{}] * MAX_CONTAINERS}, "at most 50000"),
+        ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(MAX_FIELDS)}}, "at most 300000"),
+        *((path, body, "objects and lists; at most 50000") for path, body in EMPTY_LISTS),
+        ("/v1/chat/completions", {"messages": [USER], "metadata": {"a": [""] * MAX_TEXTS}}, "texts; at most 1000000"),
+        ("/v1/chat/completions", {"messages": [CALLER] * 10}, "arguments of tool calls hold 100010"),
         ("/tokenize", {"prompt": "hello " * 200_000}, "1000000 can be tokenized"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -107,6 +132,30 @@ def test_a_large_request_does_not_hold_up_others(server: RunningServer, path: st
     assert reply.status_code in (200, 400)
     print(path, reply.status_code, reply.text[:150], f"took {took:.2f} s, the loop was away for at most {max(gaps):.2f} s")
     assert max(gaps) < STALL_SECONDS
+
+
+def test_a_prompt_that_is_cut_costs_what_is_left_of_it(server: RunningServer) -> None:
+    text = "hello world " * 1_000_000
+    begun = time.monotonic()
+    reply = server.post("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 10, "max_tokens": 1})
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["prompt_tokens"] == 10
+    last = server.fake.seen[-1].prompt_token_ids
+    assert time.monotonic() - begun < 2.0
+    assert (
+        server.post("/v1/completions", {"prompt": "hello world " * 1000, "truncate_prompt_tokens": 10, "max_tokens": 1}).status_code == 200
+    )
+    assert server.fake.seen[-1].prompt_token_ids == last
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 10, "max_tokens": 1}),
+        ("/v1/responses", {"input": text, "truncation": "auto", "max_output_tokens": 1}),
+        ("/v1/responses/input_tokens", {"input": text, "truncation": "auto"}),
+    ):
+        begun = time.monotonic()
+        assert server.post(path, body).status_code == 200
+        assert time.monotonic() - begun < 4.0, path
+    error = server.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()["error"]
+    assert "characters" in error["message"]
 
 
 def test_what_is_large() -> None:

@@ -111,6 +111,21 @@ def test_an_unknown_field_is_told_once_by_name(checkpoint: Path, caplog: pytest.
     assert "a secret" not in caplog.text
 
 
+def test_an_unknown_query_parameter_is_told_once_by_name(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="octavo")
+    with running_server(checkpoint) as server:
+        for path in ("/v1/models", "/v1/files", "/v1/models/tiny", "/health", "/nowhere"):
+            for _ in range(2):
+                server.http.get(path, params={"zork": "a secret", "limit": "3"})
+        server.http.get("/v1/files", params={"purpose": "batch", "order": "asc"})
+        server.http.post("/v1/completions", params={"api-version": "1"}, json={"prompt": "x"})
+    told = [r.getMessage() for r in caplog.records if "Unknown query parameters" in r.getMessage()]
+    assert len(told) == 2
+    assert "zork" in told[0] and "limit" in told[0]
+    assert "api-version" in told[1]
+    assert "a secret" not in caplog.text
+
+
 def test_a_refused_request_says_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="octavo.request")
     with running_server(checkpoint) as server:

@@ -43,9 +43,10 @@ class Constraint:
     Args:
         matcher: at the beginning of the grammar; None when only the reasoning is limited.
         eos: tokens that end the sequence once the grammar is complete.
+        tokens: the texts of all tokens, for reasoning that is marked by text.
     """
 
-    def __init__(self, spec: OutputConstraint, matcher: Matcher | None, eos: Sequence[int]) -> None:
+    def __init__(self, spec: OutputConstraint, matcher: Matcher | None, eos: Sequence[int], tokens: Sequence[bytes] = ()) -> None:
         self._spec = spec
         self._matcher = matcher
         self._eos = frozenset(eos)
@@ -54,7 +55,12 @@ class Constraint:
         self._reasoned = 0
         self._forced: deque[int] = deque()
         self._tail: deque[int] = deque(maxlen=len(spec.reasoning_end_ids) or 1)
-        if not spec.reasoning_end_ids:
+        self._tokens = tokens
+        self._text = b""
+        """What may be the beginning of the marker that comes next."""
+        if spec.reasoning_end:
+            self._phase = Phase.UNDECIDED if spec.reasoning_start else Phase.REASONING
+        elif not spec.reasoning_end_ids:
             self._phase = Phase.ANSWER
         else:
             self._phase = Phase.UNDECIDED if spec.reasoning_start_ids else Phase.REASONING
@@ -66,6 +72,9 @@ class Constraint:
         Raises:
             GrammarError: the grammar does not allow it, or became too complex.
         """
+        if self._spec.reasoning_end and self._phase is not Phase.ANSWER:
+            self._follow_text(token)
+            return
         if self._phase is Phase.UNDECIDED:
             reasons = token == self._spec.reasoning_start_ids[0]
             self._phase = Phase.REASONING if reasons else Phase.ANSWER
@@ -86,6 +95,28 @@ class Constraint:
             self._phase = Phase.ANSWER
             self._forced.clear()
         else:
+            self._check_budget()
+
+    def _follow_text(self, token: int) -> None:
+        """Markers of several tokens: their text may end, or begin, in the middle of a token."""
+        start, end = self._spec.reasoning_start.encode(), self._spec.reasoning_end.encode()
+        self._text += self._tokens[token] if token < len(self._tokens) else b""
+        if self._phase is Phase.UNDECIDED:
+            begun = self._text.lstrip()
+            if not begun.startswith(start):
+                if not start.startswith(begun):
+                    self._phase = Phase.ANSWER
+                return
+            self._phase, self._text = Phase.REASONING, begun[len(start) :]
+        else:
+            self._reasoned += 1
+            if self._forced:
+                self._forced.popleft()
+        if end in self._text:
+            self._phase = Phase.ANSWER
+            self._forced.clear()
+        else:
+            self._text = self._text[-len(end) :]
             self._check_budget()
 
     def _check_budget(self) -> None:
@@ -184,7 +215,7 @@ class Constraints:
                 spec = request.sampling.constraint
                 assert spec is not None
                 matcher = None if compiled is None else self._compiler.matcher(compiled)
-                request.constraint = Constraint(spec, matcher, self._compiler.eos_token_ids or request.eos_token_ids)
+                request.constraint = Constraint(spec, matcher, self._compiler.eos_token_ids or request.eos_token_ids, self._compiler.tokens)
                 for token in request.tokens[request.num_prompt :]:  # those that an engine before this one had sent
                     request.constraint.accept(token)
         except GrammarError as error:

@@ -256,7 +256,10 @@ class AsyncLLM:
         if request_id is None:
             request_id = uuid.uuid4().hex
         self._check_unused(request_id)
-        prompt = await self._tokenize_long(prompt, sampling_params, add_special_tokens, truncate_prompt_tokens)
+        limit = self._processor.token_limit(truncate_prompt_tokens, truncation_side, sampling_params)
+        prompt = await self._tokenize_long(
+            prompt, sampling_params, add_special_tokens=add_special_tokens, limit=limit, from_end=truncation_side == "left"
+        )
         await self._prepare_constraint(sampling_params)
         if sampling_params.bad_words and self._tokenizer is not None:
             await asyncio.to_thread(self._processor.bad_words, sampling_params.bad_words)
@@ -315,7 +318,7 @@ class AsyncLLM:
         request_id = uuid.uuid4().hex if request_id is None else request_id
         self._check_unused(request_id)
         add_special_tokens = options.pop("add_special_tokens", True)
-        prompt = await self._tokenize_long(prompt, SamplingParams(max_tokens=params.max_tokens), add_special_tokens, None)
+        prompt = await self._tokenize_long(prompt, SamplingParams(max_tokens=params.max_tokens), add_special_tokens=add_special_tokens)
         search = BeamSearch.begin(self._processor, prompt, params, request_id, add_special_tokens=add_special_tokens, **options)
         self._check_unused(request_id)
         self._beams[request_id] = None
@@ -401,14 +404,16 @@ class AsyncLLM:
         if request_id in self._live or request_id in self._beams:
             raise InvalidRequest(f"request_id {request_id!r} is in use by a request that is still running.", param="request_id")
 
-    async def _tokenize_long(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool, truncate: int | None) -> Prompt:
-        """Tokenize a long text in a thread; a prompt in any other form is left as it is."""
+    async def _tokenize_long(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool, limit: int | None = None, from_end: bool = True
+    ) -> Prompt:
+        """Tokenize a long text in a thread, as much as is wanted; a prompt in any other form is left as it is."""
         parsed = parse_prompt(prompt)
         if parsed.token_ids is not None or self._tokenizer is None or parsed.text is None or len(parsed.text) < LONG_TEXT:
             return prompt
-        if truncate is None:
+        if limit is None:
             self._processor.check_text_length(parsed, params)
-        ids = await asyncio.to_thread(self._tokenizer.encode, parsed.text, add_special_tokens=add_special_tokens)
+        ids = await asyncio.to_thread(self._processor.token_ids, parsed, add_special_tokens, limit, from_end=from_end)
         return {"prompt": parsed.text, "prompt_token_ids": ids, "cache_salt": parsed.cache_salt}
 
     async def check_structured_outputs(self, params: StructuredOutputsParams) -> None:

@@ -209,7 +209,7 @@ class PoolingProcessor:
         parsed = parse_prompt(prompt)
         if truncate_prompt_tokens is None:
             self._check_text_length(parsed)
-        ids = self._processor.token_ids(parsed, add_special_tokens)
+        ids = self._processor.token_ids(parsed, add_special_tokens, self._limit(truncate_prompt_tokens))
         return self._request(self._cut(ids, truncate_prompt_tokens, parsed), 0, params, request_id, task, priority)
 
     def prepare_pair(

@@ -108,8 +108,10 @@ class InputProcessor:
         salt = _check_salt(cache_salt if cache_salt is not None else parsed.cache_salt)
         if truncate_prompt_tokens is None:
             self.check_text_length(parsed, sampling)
-        token_ids = self.token_ids(parsed, add_special_tokens)
-        token_ids = self._truncate(token_ids, sampling, truncate_prompt_tokens, truncation_side)
+        limit = self.token_limit(truncate_prompt_tokens, truncation_side, sampling)
+        token_ids = self.token_ids(parsed, add_special_tokens, limit, from_end=truncation_side == "left")
+        if limit is not None:
+            token_ids = token_ids[-limit:] if truncation_side == "left" else token_ids[:limit]
         self._check_length(token_ids, sampling)
         room = self.max_model_len - len(token_ids)
         sampling.max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -270,8 +272,11 @@ class InputProcessor:
         self._bad_words[key] = result
         return result
 
-    def token_ids(self, parsed: ParsedPrompt, add_special_tokens: bool) -> list[int]:
+    def token_ids(self, parsed: ParsedPrompt, add_special_tokens: bool, limit: int | None = None, *, from_end: bool = False) -> list[int]:
         """A prompt as ids of the vocabulary.
+
+        Args:
+            limit: no more tokens than these are wanted of a text, from its beginning or end. There may be more all the same.
 
         Raises:
             InvalidRequest: it is empty, or has other ids, or is text where there is no tokenizer.
@@ -283,7 +288,10 @@ class InputProcessor:
             raise InvalidRequest("This engine runs with skip_tokenizer_init: send prompts as token ids.", param="prompt")
         else:
             assert parsed.text is not None
-            token_ids = self._tokenizer.encode(parsed.text, add_special_tokens=add_special_tokens)
+            if limit is None:
+                token_ids = self._tokenizer.encode(parsed.text, add_special_tokens=add_special_tokens)
+            else:
+                token_ids = self._tokenizer.encode_part(parsed.text, limit, from_end=from_end, add_special_tokens=add_special_tokens)
             if token_ids and max(token_ids) >= self._model.vocab_size:
                 raise InvalidRequest(
                     f"The text holds a token that the tokenizer has (id {max(token_ids)}) and the model has not "
@@ -294,9 +302,10 @@ class InputProcessor:
             raise InvalidRequest("The prompt is empty: it needs at least one token.", param="prompt")
         return token_ids
 
-    def _truncate(self, token_ids: list[int], sampling: SamplingParams, limit: int | None, side: Literal["left", "right"]) -> list[int]:
+    def token_limit(self, limit: int | None, side: Literal["left", "right"], sampling: SamplingParams) -> int | None:
+        """Tokens that a prompt is cut to; None: it is not."""
         if limit is None:
-            return token_ids
+            return None
         if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be at least 1, or -1 for what fits; got {limit!r}.", param="truncate_prompt_tokens"
@@ -305,7 +314,7 @@ class InputProcessor:
             raise InvalidRequest(f"truncation_side must be left or right, got {side!r}.", param="truncation_side")
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
-        return token_ids[-limit:] if side == "left" else token_ids[:limit]
+        return limit
 
     def _check_length(self, token_ids: list[int], sampling: SamplingParams) -> None:
         if len(token_ids) >= self.max_model_len:

@@ -90,11 +90,10 @@ class GrammarDoor:
                 r"breaks, as in [ \t\n\r]*.",
                 param="structured_outputs",
             )
-        problem = emptiness(source, *self._tokenizer)
-        if not problem and (wish.json is not None) and not wish.disable_any_whitespace:
+        if wish.json is not None and not wish.disable_any_whitespace:
             # Blanks only hide a dead end: they are always allowed, so that it takes long to run out of them.
-            bare = msgspec.structs.replace(wish, disable_any_whitespace=True, whitespace_pattern=None)
-            problem = emptiness(grammar_source(bare), *self._tokenizer)
+            source = grammar_source(msgspec.structs.replace(wish, disable_any_whitespace=True, whitespace_pattern=None))
+        problem = emptiness(source, *self._tokenizer)
         if problem:
             kind = next(
                 name for name in ("json_object", "json", "regex", "choice", "grammar", "structural_tag") if getattr(wish, name) is not None
@@ -112,14 +111,14 @@ class GrammarDoor:
         tokenizer, vocabulary = self._tokenizer
 
         def problem_of(part: Any) -> str:
-            if part is schema or not isinstance(part, dict):
-                return problem if part is schema else ""
+            if not isinstance(part, dict):
+                return ""
             try:
                 return emptiness(json_source(part, json_options(compact=True), "structured_outputs"), tokenizer, vocabulary)
             except InvalidRequest:  # it cannot stand alone
                 return ""
 
-        return failing_path(schema, problem_of)
+        return failing_path(schema, problem, problem_of)
 
     async def prepare(self, wish: StructuredOutputsParams) -> None:
         """Check `wish` in a thread, so that `source` answers at once.
@@ -183,7 +182,7 @@ def constraint_of(sampling: SamplingParams, door: GrammarDoor) -> OutputConstrai
     if wish is None and budget is None:
         return None
     marks = sampling.constraint or OutputConstraint()
-    if budget is not None and not marks.reasoning_end_ids:
+    if budget is not None and not (marks.reasoning_end_ids or marks.reasoning_end):
         raise InvalidRequest(
             "thinking_token_budget needs a chat with a model whose reasoning this server recognises (see --reasoning-parser).",
             param="thinking_token_budget",

@@ -58,6 +58,11 @@ class GrammarCompiler:
         return 0 if self._vocabulary is None else -(-len(self._vocabulary.tokens) // 32)
 
     @property
+    def tokens(self) -> Sequence[bytes]:
+        """The texts of all tokens."""
+        return () if self._vocabulary is None else self._vocabulary.tokens
+
+    @property
     def eos_token_ids(self) -> list[int]:
         return [] if self._vocabulary is None else self._vocabulary.eos
 

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.grammar.json_schema import Path, followed, pointer, subschemas
 
 MAX_LEVELS = 1000
-"""Of a schema: nested parts and references, one below the other."""
+"""Of a schema: schemas inside one another and references, all of those on one way."""
 MAX_RULES = 10_000
 """Of a grammar: rules and the brackets in them, as if each rule were used by the one before it."""
 MAX_STEPS = 500_000
@@ -54,7 +54,7 @@ def depth_problem(source: str) -> str:
 
 def _rules_problem(text: str) -> str:
     """Rules are not told apart from colons in strings: what is counted can only be too much. Embedded schemas are looked at as such."""
-    schemas: list[Any] = []
+    schemas: list[tuple[int, Any]] = []
     rest: list[str] = []
     decoder, at = json.JSONDecoder(), 0
     while (found := _EMBEDDED.search(text, at)) is not None:
@@ -64,16 +64,16 @@ def _rules_problem(text: str) -> str:
             rest.append(text[at : found.end()])
             at = found.end()
             continue
-        schemas.append(schema)
+        schemas.append((text.count("\n", 0, found.start()) + 1, schema))
         rest.append(text[at : found.start()])
         at = end
     rest.append(text[at:])
     count = sum(1 + min(part.count("(") + part.count("["), BRACKETS) for part in "".join(rest).split(":"))
     if count > MAX_RULES:
         return f"it has more than {MAX_RULES} rules, brackets counted. Use a simpler one, or a regular expression."
-    for schema in schemas:
+    for line, schema in schemas:
         if (deep := too_deep(schema)) is not None:
-            return f"a JSON schema in it, at {pointer(deep[0])}: {deep[1]}"
+            return f"the JSON schema in line {line}, at {pointer(deep[0])}: {deep[1]}"
     return ""
 
 
@@ -121,12 +121,28 @@ class _Levels:
             beyond = max((total[name] for member in group for name in self._below[member] if name in total), default=0)
             levels = beyond + sum(self._own[member] for member in group)
             if levels > MAX_LEVELS:
-                return self._place(group), f"its references lead through more than {MAX_LEVELS} levels. Use a flatter schema."
+                return self._place(self._first_step(group)), (
+                    f"its references lead through more than {MAX_LEVELS} levels (each schema inside another is one, and each reference). "
+                    "Use a flatter schema."
+                )
             total.update(dict.fromkeys(group, levels))
         return None
 
-    def _place(self, group: list[str | None]) -> Path:
-        name = group[0]
+    def _first_step(self, group: list[str | None]) -> str | None:
+        """The first reference on a way from the root to the members of a group."""
+        first: dict[str | None, str | None] = {None: None}
+        todo: list[str | None] = [None]
+        while todo:
+            name = todo.pop()
+            if name in group:
+                return first[name]
+            for other in self._below[name]:
+                if other not in first:
+                    first[other] = other if name is None else first[name]
+                    todo.append(other)
+        return group[0]
+
+    def _place(self, name: str | None) -> Path:
         places = self._targets(name) if name is not None else []
         return places[0][0] if places else ()
 

@@ -42,6 +42,34 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
             yield (key,), schema[key]
 
 
+MAX_PROPERTIES = 4000
+"""Of one object: the engine's time grows with the square of those that may be left out."""
+MAX_ENUM_CONTAINERS = 10_000
+"""Lists and objects among the values of all `enum` and `const`."""
+
+
+def too_large(schema: Any) -> tuple[Path, str] | None:
+    """Where a schema has more than the engine compiles in about a second, and what to say; None if nowhere."""
+    containers = 0
+    todo: list[tuple[Path, Any]] = [((), schema)]
+    while todo:
+        path, node = todo.pop()
+        if not isinstance(node, dict):
+            continue
+        properties = node.get("properties")
+        if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+            return path, f"it has {len(properties)} properties; at most {MAX_PROPERTIES} are allowed in one object."
+        values = [node[key] for key in ("enum", "const") if key in node]
+        while values:
+            if isinstance(value := values.pop(), dict | list):
+                containers += 1
+                values += value.values() if isinstance(value, dict) else value
+        if containers > MAX_ENUM_CONTAINERS:
+            return path, f"the values of enum and const hold more than {MAX_ENUM_CONTAINERS} lists and objects."
+        todo += [((*path, *step), inner) for step, inner in subschemas(node)]
+    return None
+
+
 def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any:
     """A copy for the engine.
 
@@ -169,19 +197,19 @@ def _target(schema: Any, reference: str) -> Any:
     return node
 
 
-SEARCH_SECONDS = 2.0
+SEARCH_SECONDS = 1.0
 """How long the place of a problem is looked for: then the place found so far has to do."""
 
 
-def failing_path(schema: Any, problem_of: Callable[[Any], str]) -> tuple[Path, str]:
+def failing_path(schema: Any, problem: str, problem_of: Callable[[Any], str]) -> tuple[Path, str]:
     """Where a refused schema goes wrong: the path of the deepest part that is refused by itself, and what is said of it.
 
     Args:
+        problem: what is wrong with the whole.
         problem_of: "" for a schema that is fine, else what is wrong with it.
     """
     path: Path = ()
     deadline = time.monotonic() + SEARCH_SECONDS
-    problem = problem_of(schema)
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     node, seen = schema, set[str]()
     while True:

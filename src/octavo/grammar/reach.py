@@ -7,6 +7,7 @@ can be avoided passes, and a reply that runs into it ends with an error.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
     tokens = vocabulary.tokens
     words = np.zeros(-(-len(tokens) // 32), np.int32)
     start = on_deep_stack(fresh_matcher, tokenizer, source)
+    if start.is_error() and (unknown := _unknown_token(str(start.get_error()), len(tokens))):
+        return unknown
     places: list[tuple[Any, tuple[int, ...] | bytes]] = [(start, b"")]
     seen: set[Any] = set()
     for _ in range(MAX_STEPS):
@@ -57,6 +60,19 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
                 after.consume_token(token)
                 places.append((after, longer))
     return "" if places else "no text can match it."
+
+
+_NO_SPECIAL = re.compile(r'unknown special token: "([^"]*)"')
+_NO_ID = re.compile(r"Token range end too large: (\d+)")
+
+
+def _unknown_token(error: str, vocabulary_size: int) -> str:
+    """What to say of a grammar that names a token which the model does not have; "" for any other error."""
+    if (found := _NO_SPECIAL.search(error)) is not None:
+        return f"this model has no special token {found.group(1)[:100]}."
+    if (found := _NO_ID.search(error)) is not None:
+        return f"this model has no token {found.group(1)[:30]}: ids go from 0 to {vocabulary_size - 1}."
+    return ""
 
 
 def other_than_blanks(pattern: str) -> str:

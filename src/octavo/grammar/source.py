@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.grammar.depth import depth_problem, too_deep
-from octavo.grammar.json_schema import endless, failing_path, pointer, prepared
+from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared, too_large
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance
 from octavo.grammar.stack import on_deep_stack
@@ -19,6 +19,9 @@ from octavo.grammar.structural_tag import structural_tag_grammar
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
+MAX_GRAMMAR_SIZE = 33_000
+"""Symbols of a compiled grammar: 8 for a property, 4 if it is required, 1 for a list or object in an `enum`."""
+TOO_LARGE = f"it is too large: more than {MAX_GRAMMAR_SIZE} symbols as a grammar, about 8 for each property. Use a smaller one."
 MAX_CHOICES = 10_000
 MAX_GBNF_RULES = 1000
 """Converting them takes a time that grows with their square: a second for so many."""
@@ -47,7 +50,20 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
         return _choice_source(wish.choice, param)
     if wish.grammar is not None:
         return _grammar(_text(wish.grammar, "grammar", param), param)
-    return _checked_source(structural_tag_grammar(_document(wish.structural_tag, param), options, param), f"{param}.structural_tag", param)
+    text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
+    what = f"{param}.structural_tag"
+    for place, schema in schemas:
+        if (large := too_large(schema)) is not None:
+            raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
+    try:
+        return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param)
+    except InvalidRequest:
+        for place, schema in schemas:  # one of them may be to blame: then it is named, and the place in it
+            try:
+                json_source(schema, options, f"{what}: {place}")
+            except InvalidRequest as blamed:
+                raise InvalidRequest(str(blamed), param=param) from None
+        raise
 
 
 def parsed_schema(schema: Any, param: str) -> Any:
@@ -91,6 +107,8 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
         except (ValueError, RecursionError) as e:
             return str(e)
 
+    if (large := too_large(schema)) is not None:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
     try:
         text = source(schema)
     except (ValueError, RecursionError) as e:
@@ -100,8 +118,10 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     if (deep := too_deep(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
     check_ends(schema, param)
-    if _problem(text):
-        path, problem = failing_path(schema, problem_of)
+    if problem := _problem(text):
+        path: Path = ()
+        if problem != TOO_LARGE:
+            path, problem = failing_path(schema, problem, problem_of)
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(path)}: {problem}", param=param)
     return text
 
@@ -148,6 +168,10 @@ def _grammar(text: str, param: str) -> str:
 
         try:
             text = any_to_lark(text)
+        except RecursionError:
+            raise InvalidRequest(
+                f"{param}.grammar cannot be read: its brackets are nested too deep; 200 levels are fine.", param=param
+            ) from None
         except Exception as e:  # the converter has errors of many classes
             raise InvalidRequest(f"{param}.grammar cannot be read: {one_line(str(e))}", param=param) from None
     return _checked_source(library.LLMatcher.grammar_from_lark(text), f"{param}.grammar", param)
@@ -168,6 +192,8 @@ def _problem(source: str) -> str:
     if deep := depth_problem(source):
         return deep
     failed, messages = on_deep_stack(_validate, source)
+    if failed and "grammar size (number of symbols) too big" in messages[0]:
+        return TOO_LARGE
     return one_line(messages[0]) if failed else ""
 
 
@@ -177,13 +203,16 @@ def _validate(source: str) -> tuple[bool, list[str]]:
 
 
 def limits() -> Any:
-    """What one grammar may cost: about a second to build, a tenth to step; tens of MB."""
+    """What one grammar may cost: about a second to build, a tenth to step; tens of MB.
+
+    The size is what the second hangs on: an object with 4,000 properties that may be left out has it, and takes 1.0 s (of 2,000, 0.25 s).
+    """
     return llguidance().LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
         max_lexer_states=50_000,
-        max_grammar_size=200_000,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
     )
 

@@ -7,6 +7,7 @@ and tags_with_separator.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,10 +16,11 @@ from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import ANY_TEXT, inline_json, literal
 
 MAX_DEPTH = 32
+_OLDER_PLACE = re.compile(r"^structures\.tags\[(\d+)\]\.content\.json_schema")
 
 
-def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], param: str) -> str:
-    """The grammar of a structural tag in either spelling.
+def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], param: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The grammar of a structural tag in either spelling, and the JSON schemas in it, each with its place.
 
     Args:
         options: how JSON is to be written.
@@ -33,7 +35,7 @@ def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], pa
         root = writer.format(document["format"], "format")
     else:
         writer.refuse("$", 'needs "format" (or "structures" and "triggers")')
-    return "\n".join([f"start: {root}", *writer.rules])
+    return "\n".join([f"start: {root}", *writer.rules]), writer.schemas
 
 
 class _Writer:
@@ -43,6 +45,7 @@ class _Writer:
         self._options = options
         self._param = param
         self._depth = 0
+        self.schemas: list[tuple[str, Any]] = []
         self.rules: list[str] = [f"TEXT: {ANY_TEXT}"]
 
     def refuse(self, path: str, why: str) -> NoReturn:
@@ -88,6 +91,7 @@ class _Writer:
         schema = node.get("json_schema")
         if not isinstance(schema, dict | bool):
             self.refuse(f"{path}.json_schema", "must be a JSON schema")
+        self.schemas.append((_OLDER_PLACE.sub(r"structures[\1].schema", f"{path}.json_schema"), schema))
         return self._rule(inline_json(prepared(schema), self._options))
 
     def any_text(self, node: dict[str, Any], path: str) -> str:

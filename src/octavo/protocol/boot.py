@@ -48,14 +48,20 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def die_with_starter() -> None:
+    """The kernel ends us with the thread that started us."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def die_with_parent(from_main_thread: bool) -> None:
     """No orphan, ever: a closed pipe ends us; and so does the kernel, even when native code holds the interpreter.
 
     The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main thread.
     """
-    if from_main_thread and sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if from_main_thread:
+        die_with_starter()
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -62,7 +62,11 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
     field: str = "structured_outputs"
     """The request's field that the grammar comes from, for errors."""
     reasoning_stop_ids: list[int] = []
-    """What is written when the budget is used up; ends with `reasoning_end_ids`."""
+    """What is written when the budget is used up; ends with `reasoning_end_ids`, or stands for `reasoning_end`."""
+    reasoning_start: str = ""
+    """The text that opens the reasoning, where it is no single token; then a grammar cannot be given too."""
+    reasoning_end: str = ""
+    """The text that ends the reasoning, where it is no single token: a model may cut it into tokens in several ways."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):

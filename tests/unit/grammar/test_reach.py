@@ -32,6 +32,8 @@ VOCABULARY = Vocabulary([*LETTERS, *(b"a" * n for n in range(2, 60)), b'{"', b'"
         ({"grammar": f'start: ("ab" | "cd") X\nX: /{NOTHING}/'}, "no text"),
         ({"grammar": 'start: "a" X "b"\nX: /x/ & /y/'}, "no text"),
         ({"grammar": f'start: "ab" (X | "c")\nX: /{NOTHING}/'}, ""),
+        ({"grammar": "start: <zork>"}, "no special token <zork>"),
+        ({"grammar": 'start: "a" <[999999999]>'}, "no token 999999999: ids go from 0 to 318"),
         ({"grammar": 'start: ""'}, ""),
         ({"regex": "a{1,1000}"}, ""),
         ({"regex": ".*"}, ""),

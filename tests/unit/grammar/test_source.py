@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -54,6 +55,42 @@ def test_limits() -> None:
 def test_a_costly_grammar_is_refused() -> None:
     schema = {"properties": {f"f{i}": {"enum": [f"v{i}_{j}" for j in range(200)]} for i in range(500)}}
     assert "too big" in refusal(json=schema)
+
+
+STRING = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {f"q{i}": STRING for i in range(4001)}}, "at $: it has 4001 properties"),
+        ({"properties": {"a": {"properties": {f"q{i}": STRING for i in range(4001)}}}}, "at $.properties.a: it has 4001 properties"),
+        ({"properties": {f"p{j}": {"properties": {f"q{i}": STRING for i in range(1000)}} for j in range(10)}}, "more than 33000 symbols"),
+        ({"items": {"enum": [[]] * 10_001}}, "at $.items: the values of enum and const hold more than 10000"),
+        ({"const": [{"a": []}] * 6000}, "at $: the values of enum and const hold more than 10000"),
+    ],
+)
+def test_what_takes_more_than_a_second_is_refused_before_it_takes_it(schema: dict[str, Any], message: str) -> None:
+    begun = time.process_time()
+    assert message in refusal(json=schema)
+    assert message in refusal(structural_tag={"format": {"type": "json_schema", "json_schema": schema}})
+    assert time.process_time() - begun < 3.0
+
+
+def test_a_gbnf_grammar_that_is_nested_too_deep_says_so() -> None:
+    assert "nested too deep" in refusal(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000)
+    grammar_source(StructuredOutputsParams(grammar="root ::= " + "(" * 200 + '"a"' + ")" * 200))
+
+
+def test_a_schema_in_a_structural_tag_is_named() -> None:
+    bad = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    fine = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
+    older = {"structures": [fine, {"begin": "<g>", "schema": bad, "end": "</g>"}], "triggers": ["<f", "<g"]}
+    assert "structural_tag: structures[1].schema: the JSON schema cannot be used: at $.properties.a:" in refusal(structural_tag=older)
+    newer = {"format": {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": bad}]}}
+    assert "structural_tag: format.elements[1].json_schema: the JSON schema cannot be used: at $.properties.a:" in refusal(
+        structural_tag=newer
+    )
 
 
 def test_lenient_schemas_may_have_what_cannot_be_enforced() -> None:

@@ -62,3 +62,31 @@ def test_ids_and_text_equal_those_of_transformers(tokenizer: Tokenizer) -> None:
             assert tokenizer.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     for messages in ([{"role": "user", "content": "Hi"}], [{"role": "system", "content": "S"}, {"role": "user", "content": " <b> é"}]):
         assert tokenizer.apply_chat_template(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("from_end", [True, False])
+@pytest.mark.parametrize("tokens", [1, 10, 3000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello world " * 40_000,
+        "".join(f"def f_{i}(x):\n    return x * {i} + 'é😀'\n\n" for i in range(12_000)),
+        "short",
+    ],
+    ids=["words", "code", "short"],
+)
+def test_a_part_has_the_tokens_that_are_wanted(tokenizer: Tokenizer, text: str, tokens: int, from_end: bool) -> None:
+    whole = tokenizer.encode(text)
+    part = tokenizer.encode_part(text, tokens, from_end=from_end)
+    assert (part[-tokens:] if from_end else part[:tokens]) == (whole[-tokens:] if from_end else whole[:tokens])
+
+
+@pytest.mark.parametrize("text", ["one\n" + " " * 300_000 + "two", "x" * 400_000], ids=["blanks", "one word"])
+def test_where_no_word_begins_a_part_has_other_tokens_of_the_same_text(tokenizer: Tokenizer, text: str) -> None:
+    assert text.endswith(tokenizer.decode(tokenizer.encode_part(text, 3000, from_end=True)[-3000:]))
+    assert text.startswith(tokenizer.decode(tokenizer.encode_part(text, 3000, from_end=False)[:3000]))
+
+
+def test_a_part_costs_what_it_is_not_what_the_text_is(tokenizer: Tokenizer) -> None:
+    text = "hello world, said the 3rd of them. " * 100_000
+    assert len(tokenizer.encode_part(text, 10, from_end=True)) < len(text) // 100

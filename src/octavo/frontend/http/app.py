@@ -15,7 +15,7 @@ from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
 from octavo.frontend.http.messages.errors import respond
-from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath
+from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath, UnknownParameters
 from octavo.frontend.http.peers import Alone, Peers
 from octavo.frontend.http.routes import (
     batches,
@@ -98,6 +98,7 @@ def build_app(
     if settings.server_dev_mode:
         app.include_router(development.router)
     install_error_handlers(app, respond)
+    app.add_middleware(UnknownParameters, report=context.report_unknown)
     _add_layers(app, settings, metrics)
     return app
 

@@ -1,8 +1,8 @@
 """Reads a request's JSON body: bounded, strict, and without surprises later.
 
-Refused here, so that nothing behind it has to think of them: bodies over the limit, or with more objects or fields than any request
-needs, anything that is not UTF-8 JSON with an object on top, NaN and Infinity, numbers out of range, keys given twice, lone surrogates, and nesting deep enough to exhaust
-a recursive reader.
+Refused here, so that nothing behind it has to think of them: bodies over the limit, or with more in them than any request needs or
+nested deep enough to exhaust a recursive reader (`json_shape`), anything that is not UTF-8 JSON with an object on top, NaN and Infinity,
+numbers out of range, keys given twice, and lone surrogates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from octavo.config.sizes import format_bytes
 from octavo.frontend.http.errors import BadBody, ClientGone, short_repr
-from octavo.frontend.http.limits import LARGE, MAX_FIELDS, MAX_OBJECTS, off_loop
+from octavo.frontend.http.limits import LARGE, off_loop
+from octavo.frontend.json_shape import MAX_DEPTH, TooMuch, check_shape
 
-MAX_DEPTH = 100
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 M = TypeVar("M", bound=BaseModel)
@@ -69,50 +69,31 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise BadBody(f"The body is not valid UTF-8 (byte {e.start}).") from None
     if not text.strip():
         raise BadBody("The body is empty; send a JSON object.")
-    if body.count(b'":') - body.count(b'\\":') > MAX_FIELDS:
-        # A quote inside a text has a backslash before it, so these are ends of keys. One huge object would be built in one go,
-        # with every other thread waiting for it.
-        raise _too_many_fields()
     try:
-        value = json.loads(text, object_pairs_hook=_Objects(), parse_constant=_constant, parse_float=_float)
+        check_shape(body)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+    except TooMuch as e:
+        raise BadBody(f"The body {e}") from None
     except json.JSONDecodeError as e:
         raise BadBody(f"The body is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}.") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise BadBody(f"The body is nested too deeply; {MAX_DEPTH} levels are allowed.") from None
     except ValueError:
         raise BadBody("The body holds a number with too many digits.") from None
     if not isinstance(value, dict):
         raise BadBody(f"The body must be a JSON object, got {short_repr(value)}.")
-    has_escapes = _ESCAPED_SURROGATE.search(body) is not None
-    if has_escapes or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
-        _check_nesting(value, has_escapes)
+    if _ESCAPED_SURROGATE.search(body) is not None:
+        _check_texts(value)
     return value
 
 
-def _too_many_fields() -> BadBody:
-    return BadBody(f"The objects of the body have more than {MAX_FIELDS} fields, the most that a request may have.")
-
-
-class _Objects:
-    """Makes the objects of one body, and counts them."""
-
-    def __init__(self) -> None:
-        self._objects = 0
-        self._fields = 0
-
-    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        self._objects += 1
-        self._fields += len(pairs)
-        if self._objects > MAX_OBJECTS:
-            raise BadBody(f"The body holds more than {MAX_OBJECTS} objects, the most that a request may have.")
-        if self._fields > MAX_FIELDS:
-            raise _too_many_fields()
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-            raise BadBody(f"The key {short_repr(twice)} is given twice.", param=twice[:100])
-        return result
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise BadBody(f"The key {short_repr(twice)} is given twice.", param=twice[:100])
+    return result
 
 
 def _constant(name: str) -> float:
@@ -126,31 +107,17 @@ def _float(text: str) -> float:
     return value
 
 
-def _too_deep() -> BadBody:
-    return BadBody(f"The body is nested too deeply; {MAX_DEPTH} levels are allowed.")
-
-
-def _check_nesting(value: Any, check_text: bool) -> None:
-    """Level by level instead of recursively: this is what guards recursive code."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        deeper: list[Any] = []
-        for node in level:
-            children = node
-            if isinstance(node, dict):
-                children = node.values()
-                if check_text:
-                    for key in node:
-                        _check_text(key)
-            for child in children:
-                if isinstance(child, dict | list):
-                    deeper.append(child)
-                elif check_text and isinstance(child, str):
-                    _check_text(child)
-        if not deeper:
-            return
-        level = deeper
-    raise _too_deep()
+def _check_texts(value: Any) -> None:
+    rest = [value]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, str):
+            _check_text(node)
+        elif isinstance(node, dict):
+            rest += node
+            rest += node.values()
+        elif isinstance(node, list):
+            rest += node
 
 
 def _check_text(text: str) -> None:

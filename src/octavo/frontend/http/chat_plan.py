@@ -16,10 +16,10 @@ from octavo.frontend.http.context import FINGERPRINT, ServerContext, fair_key
 from octavo.frontend.http.conversation import final_message, render
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.generation import Job
-from octavo.frontend.http.limits import LARGE_IDS, off_loop
+from octavo.frontend.http.limits import LARGE_IDS, check_metadata, off_loop
 from octavo.frontend.http.logprobs import TokenNames
 from octavo.frontend.http.older_tools import in_older_words, is_older, with_tools
-from octavo.frontend.http.prompts import truncated
+from octavo.frontend.http.prompts import Truncation
 from octavo.frontend.http.reply_plan import plan_reply
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
 from octavo.frontend.http.schemas import VERBOSITIES, ChatRequest
@@ -47,6 +47,7 @@ def _check_unserved(body: ChatRequest) -> None:
     Raises:
         InvalidRequest: one of them asks for something that the reply would have to lack.
     """
+    check_metadata(body.metadata)
     if body.modalities is not None and body.modalities != ["text"]:
         raise InvalidRequest(f'modalities must be ["text"], got {short_repr(body.modalities)}: replies are text only.', param="modalities")
     if body.audio is not None:
@@ -92,7 +93,8 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     wish = wish_of(body)
     many = len(body.logit_bias or ()) > LARGE_IDS
     params = await off_loop(many, sampling_params, body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
-    prompt = await render(ctx.llm, body, settings=settings)
+    truncation = Truncation.asked(ctx.llm, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
+    prompt = await render(ctx, body, truncation)
     plan = await plan_reply(
         ctx.llm,
         settings,
@@ -111,7 +113,8 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
         raise InvalidRequest(f"thinking_token_budget cannot be held here: {plan.no_budget}. Leave it out.", param="thinking_token_budget")
     if plan.keeps_special_tokens:
         params.skip_special_tokens = False
-    prompt = truncated(ctx.llm, prompt, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
+    if truncation is not None:
+        prompt = truncation.of(prompt)
     role = settings.response_role
     if body.add_generation_prompt is False and isinstance(body.messages[-1], dict):
         role = str(body.messages[-1].get("role", role))

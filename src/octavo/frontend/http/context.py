@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from octavo.frontend.http.responses.store import ResponseStore
 from octavo.frontend.http.schemas import GenerationRequest, Schema
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.http.sse import cancel
+from octavo.frontend.text.template_process import TemplateProcesses
 from octavo.observe.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ class ServerContext:
     responses: ResponseStore = field(init=False)
     batches: BatchService = field(init=False)
     """Set by `build_app`, whose application it posts to."""
+    templates: TemplateProcesses = field(default_factory=TemplateProcesses)
+    """Renders what brings its own chat template."""
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """What goes on without a client that waits."""
     unknown_fields: set[str] = field(default_factory=set)
-    """Names of unknown fields that have been logged."""
+    """Names of unknown fields and query parameters that have been logged."""
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -78,6 +81,7 @@ class ServerContext:
         await self.batches.close()
         await cancel(*self.background)
         self.responses.close()
+        self.templates.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; it handles its own errors."""
@@ -92,7 +96,7 @@ class ServerContext:
     async def read(self, request: Request, schema: type[S]) -> S:
         """The body of `request`, with its model checked."""
         body = await read_request(request, schema, self.settings.max_body_bytes)
-        self._report_unknown(body)
+        self.report_unknown(body.unknown_fields())
         self.check_model(getattr(body, "model", None))
         return body
 
@@ -117,11 +121,12 @@ class ServerContext:
             known = ", ".join(repr(n) for n in self.model_names)
             raise ModelNotFound(f"The model {short_repr(name)} does not exist here. This server has {known}.")
 
-    def _report_unknown(self, body: Schema) -> None:
-        new = [name for name in body.unknown_fields() if name[:MAX_INPUT_CHARS] not in self.unknown_fields]
+    def report_unknown(self, names: Iterable[str], what: str = "request fields") -> None:
+        """Say of names that mean nothing here that they are ignored; of each once."""
+        new = [name for name in names if name[:MAX_INPUT_CHARS] not in self.unknown_fields]
         if new and len(self.unknown_fields) < MAX_REPORTED_FIELDS:
             self.unknown_fields.update(name[:MAX_INPUT_CHARS] for name in new[:100])
-            logger.info("Unknown request fields, ignored: %s", short_repr(new))
+            logger.info("Unknown %s, ignored: %s", what, short_repr(new))
 
     def claim(self, request_id: str, abort: Callable[[], Awaitable[None]]) -> None:
         """Take `request_id` until `release`. `abort` ends the request early; its reply is then what there is so far.

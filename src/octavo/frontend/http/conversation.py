@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.frontend.http.errors import clip, short_repr
 from octavo.frontend.http.limits import check_count, is_large, off_loop
-from octavo.frontend.http.prompts import EncodedPrompt, check_length, encode_text
+from octavo.frontend.http.prompts import EncodedPrompt, Truncation, check_length, check_tokenizable, encode_text
 from octavo.frontend.http.schemas import ChatRequest, TokenizeRequest
-from octavo.frontend.parsing.formats import CallSyntax, tool_format
+from octavo.frontend.parsing.formats import tool_format
 from octavo.frontend.text.chat_template import TOO_LARGE
+from octavo.frontend.text.conversation_text import Conversation, rendered
 from octavo.frontend.text.template_inspection import check_template, knows_tools
 from octavo.frontend.text.template_sandbox import MAX_CHARS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
+    from octavo.frontend.http.context import ServerContext
     from octavo.frontend.http.settings import ServerSettings
     from octavo.frontend.text.chat_template import ChatTemplates
+
+logger = logging.getLogger("octavo.server")
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
 """Names in chat_template_kwargs that are fields of the request itself."""
@@ -26,12 +31,16 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings: ServerSettings) -> EncodedPrompt:
+async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest, truncation: Truncation | None = None) -> EncodedPrompt:
     """The conversation of `body` as text and token ids.
+
+    Args:
+        truncation: how the ids will be cut (the text never is). Without one they must fit into the context, if a reply is to follow.
 
     Raises:
         InvalidRequest: the messages, or what the template says of them.
     """
+    llm, settings = ctx.llm, ctx.settings
     generation_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
     if body.continue_final_message and generation_prompt:
         raise InvalidRequest(
@@ -61,22 +70,21 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings
             kwargs.setdefault("thinking", False)
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
-    must_fit = isinstance(body, ChatRequest) and body.truncate_prompt_tokens is None
+    must_fit = isinstance(body, ChatRequest) and truncation is None
     check_count("messages", body.messages, "messages")
+    conversation = Conversation(
+        messages=body.messages,
+        tools=body.tools,
+        documents=body.documents,
+        add_generation_prompt=generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template=template,
+        template_kwargs=kwargs,
+        tool_parser=settings.tool_call_parser,
+        hide_tools=isinstance(body, ChatRequest) and body.tool_choice == "none",
+    )
     try:
-        tools, call_syntax = _tools(llm, body, settings.tool_call_parser, template)
-        text = await off_loop(
-            is_large(body.messages) or is_large(body.tools or body.documents),
-            llm.tokenizer.apply_chat_template,
-            body.messages,
-            tools=tools,
-            documents=body.documents,
-            add_generation_prompt=generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            chat_template=template,
-            call_syntax=call_syntax,
-            **kwargs,
-        )
+        text = await _text(ctx, conversation)
     except InvalidRequest as error:
         # A template may leave out what it is given (reasoning of earlier turns), so that only what it could not build is measured.
         if error.code == TOO_LARGE:
@@ -90,7 +98,10 @@ async def render(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, *, settings
             f"The chat template cannot render these messages: {type(e).__name__}: {clip(str(e), 300)}", param="messages"
         ) from e
     # A rendered template writes its own special tokens: none are added unless asked, and BOS never twice.
-    ids = await encode_text(llm, text, add_special_tokens=bool(body.add_special_tokens), must_fit=must_fit, param="messages")
+    if isinstance(body, TokenizeRequest):
+        check_tokenizable(llm, text, "messages")
+    special = bool(body.add_special_tokens)
+    ids = await encode_text(llm, text, add_special_tokens=special, must_fit=must_fit, truncation=truncation, param="messages")
     if not ids:
         raise InvalidRequest("These messages render to an empty prompt.", param="messages")
     return EncodedPrompt(ids, text)
@@ -124,13 +135,15 @@ def _characters(value: Any) -> int:
     return size
 
 
-def _tools(llm: AsyncLLM, body: ChatRequest | TokenizeRequest, parser: str | None, template: str | None) -> tuple[Any, CallSyntax | None]:
-    """The tools that the prompt shows, and how it says to write calls, where the template does not (None: calls are not read)."""
-    source = llm.tokenizer.templates.select(template, bool(body.tools))
-    form = tool_format(parser, source)
-    # A template that knows tools decides for itself what it shows.
-    hidden = isinstance(body, ChatRequest) and body.tool_choice == "none" and not knows_tools(source)
-    return None if hidden else body.tools, form.syntax if form is not None else None
+async def _text(ctx: ServerContext, conversation: Conversation) -> str:
+    """A conversation as its template writes it: the model's own here, one that came with the request in a process that can be killed."""
+    templates = ctx.llm.tokenizer.templates
+    if conversation.chat_template is not None:
+        templates.select(conversation.chat_template, bool(conversation.tools))
+        if conversation.chat_template not in templates.named:
+            return await ctx.templates.render(templates, conversation)
+    large = is_large(conversation.messages) or is_large(conversation.tools or conversation.documents)
+    return await off_loop(large, rendered, templates, conversation)
 
 
 def final_message(body: ChatRequest, role: str) -> str:
@@ -140,6 +153,18 @@ def final_message(body: ChatRequest, role: str) -> str:
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
     return content if isinstance(content, str) else ""
+
+
+def log_notes(templates: ChatTemplates, settings: ServerSettings, defaults: Mapping[str, Any]) -> None:
+    """Say at the start of a server what whoever starts it should know. (A server that does not generate has nothing of this.)
+
+    Args:
+        defaults: the sampling parameters of the model.
+    """
+    for note in start_notes(templates, settings):
+        logger.warning(note)
+    if note := defaults_note(defaults):
+        logger.info(note)
 
 
 def start_notes(templates: ChatTemplates, settings: ServerSettings) -> list[str]:

@@ -1,23 +1,21 @@
 """How much one request may hold, and where the work on a large one is done.
 
-Every client of a process shares its event loop. So what a body holds is counted while it is read, before anything walks over it,
-and whatever still takes long is done in a thread.
+Every client of a process shares its event loop. So what a body holds is counted before it is decoded (`json_shape`), and
+whatever still takes long is done in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from octavo.errors import InvalidRequest
 
-MAX_OBJECTS = 50_000
-"""JSON objects in a body."""
-MAX_FIELDS = 300_000
-"""Fields of all objects in a body: a logit_bias may name every token of a vocabulary."""
 MAX_MESSAGES = 10_000
 """Messages of a chat, items of an input."""
+MAX_METADATA = 16
+"""Pairs that may be attached to an object."""
 TOKENIZE_CHARS = 1_000_000
 """Characters that /tokenize takes, if the model's context has no room for more."""
 LARGE = 64 * 1024
@@ -42,6 +40,12 @@ def check_count(what: str, given: Sequence[Any], param: str) -> None:
     """Raises InvalidRequest when a request has more messages or items than are allowed."""
     if len(given) > MAX_MESSAGES:
         raise InvalidRequest(f"{what} has {len(given)} entries; at most {MAX_MESSAGES} are allowed in one request.", param=param)
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """Raises InvalidRequest if it is not what may be attached to an object."""
+    if metadata and (len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values())):
+        raise InvalidRequest(f"metadata must be at most {MAX_METADATA} pairs of strings.", param="metadata")
 
 
 def is_large(conversation: Any) -> bool:

@@ -8,9 +8,10 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from starlette.datastructures import Headers, MutableHeaders
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -106,6 +107,21 @@ class ApiKeys:
         given = hashlib.sha256(token.strip().encode("latin-1", "replace")).digest()
         matches = [secrets.compare_digest(given, known) for known in self._hashes]
         return any(matches)
+
+
+class UnknownParameters:
+    """Reports the query parameters that a route does not have, which it ignores as it does unknown fields of a body."""
+
+    def __init__(self, app: ASGIApp, report: Callable[[Iterable[str], str], None]) -> None:
+        self.app = app
+        self.report = report
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+        route = scope.get("route") if scope.get("query_string") else None
+        if isinstance(route, APIRoute):
+            known = {parameter.alias for parameter in route.dependant.query_params}
+            self.report([name for name in QueryParams(scope["query_string"]) if name not in known], "query parameters")
 
 
 class HttpMetricsLayer:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
-from octavo.frontend.http.limits import COST_OF_AN_ENTRY, LARGE_IDS
+from octavo.frontend.http.limits import COST_OF_AN_ENTRY, LARGE_IDS, TOKENIZE_CHARS
 
 if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
@@ -66,10 +67,48 @@ def _token_ids(values: list[Any], param: str) -> list[int]:
     return values
 
 
-async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, must_fit: bool = False, param: str = "prompt") -> list[int]:
+@dataclass(frozen=True)
+class Truncation:
+    """How many tokens of a prompt are wanted: its last ones, or its first."""
+
+    tokens: int
+    from_end: bool = True
+
+    @staticmethod
+    def asked(llm: AsyncLLM, limit: int | None, side: str | None, max_tokens: int | None) -> Truncation | None:
+        """What a request's truncate_prompt_tokens and truncation_side mean: -1 is what fits beside `max_tokens`.
+
+        Raises:
+            InvalidRequest: no such limit.
+        """
+        if limit is None:
+            return None
+        if limit != -1 and limit < 1:
+            raise InvalidRequest(f"truncate_prompt_tokens must be -1 or at least 1, got {limit}.", param="truncate_prompt_tokens")
+        if limit == -1:
+            limit = max(1, llm.ready_report.max_model_len - max(1, max_tokens or 1))
+        return Truncation(limit, from_end=side != "right")
+
+    def of(self, prompt: EncodedPrompt) -> EncodedPrompt:
+        ids = prompt.token_ids
+        if len(ids) <= self.tokens:
+            return prompt
+        return EncodedPrompt(ids[-self.tokens :] if self.from_end else ids[: self.tokens], None)
+
+
+async def encode_text(
+    llm: AsyncLLM,
+    text: str,
+    *,
+    add_special_tokens: bool,
+    must_fit: bool = False,
+    truncation: Truncation | None = None,
+    param: str = "prompt",
+) -> list[int]:
     """`text` as token ids.
 
     Args:
+        truncation: of a long text only a part is tokenized, in which the wanted tokens are.
         must_fit: refuse a text that cannot fit into the context without tokenising it, which takes seconds for megabytes.
         param: the field that the text comes from.
 
@@ -81,6 +120,9 @@ async def encode_text(llm: AsyncLLM, text: str, *, add_special_tokens: bool, mus
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if must_fit:
         check_length(llm, len(text), param)
+    if truncation is not None:
+        encode_part = partial(tokenizer.encode_part, from_end=truncation.from_end, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(encode_part, text, truncation.tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
@@ -96,21 +138,30 @@ def check_length(llm: AsyncLLM, characters: int, param: str = "prompt") -> None:
         )
 
 
+def check_tokenizable(llm: AsyncLLM, text: str, param: str) -> None:
+    """Raises InvalidRequest when a text is longer than /tokenize takes."""
+    limit = max(TOKENIZE_CHARS, llm.ready_report.max_model_len * llm.tokenizer.longest_token)
+    if len(text) > limit:
+        raise InvalidRequest(
+            f"{param} has {len(text)} characters; {limit} can be tokenized in one request. Send it in pieces.", param=param
+        )
+
+
 async def encode_prompts(
-    llm: AsyncLLM, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, must_fit: bool
+    llm: AsyncLLM, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, truncation: Truncation | None = None
 ) -> list[EncodedPrompt]:
-    """All prompts of a request.
+    """All prompts of a request, cut by `truncation`; without one they must fit into the context.
 
     Raises:
         InvalidRequest: a prompt with no tokens. (What the ids are is checked by the engine's door.)
     """
-    encoded, done = [], 0
+    encoded, done, must_fit = [], 0, truncation is None
     for number, prompt in enumerate(prompts):
         if (done := done + COST_OF_AN_ENTRY + len(prompt)) > LONG_TEXT:
             done = 0
             await asyncio.sleep(0)  # many short texts take as long as a long one: the streams of others get their turn
         if isinstance(prompt, str):
-            ids = await encode_text(llm, prompt, add_special_tokens=add_special_tokens, must_fit=must_fit)
+            ids = await encode_text(llm, prompt, add_special_tokens=add_special_tokens, must_fit=must_fit, truncation=truncation)
             one = EncodedPrompt(ids, prompt)
         else:
             _check_ids_fit(llm, prompt, must_fit)
@@ -118,7 +169,7 @@ async def encode_prompts(
         if not one.token_ids:
             which = f"prompt {number} of the list" if len(prompts) > 1 else "it"
             raise InvalidRequest(f"prompt must not be empty: {which} has no tokens.", param="prompt")
-        encoded.append(one)
+        encoded.append(one if truncation is None else truncation.of(one))
     return encoded
 
 
@@ -132,24 +183,6 @@ def _check_ids_fit(llm: AsyncLLM, ids: list[int], must_fit: bool) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
-
-
-def truncated(llm: AsyncLLM, prompt: EncodedPrompt, limit: int | None, side: str | None, max_tokens: int | None) -> EncodedPrompt:
-    """`prompt` cut to `limit` tokens; -1 is what fits beside `max_tokens`. Keeps the end, unless `side` is right.
-
-    Raises:
-        InvalidRequest: no such limit.
-    """
-    if limit is None:
-        return prompt
-    if limit != -1 and limit < 1:
-        raise InvalidRequest(f"truncate_prompt_tokens must be -1 or at least 1, got {limit}.", param="truncate_prompt_tokens")
-    if limit == -1:
-        limit = max(1, llm.ready_report.max_model_len - max(1, max_tokens or 1))
-    ids = prompt.token_ids
-    if len(ids) <= limit:
-        return prompt
-    return EncodedPrompt(ids[:limit] if side == "right" else ids[-limit:], None)
 
 
 def check_token_ids(llm: AsyncLLM, ids: Sequence[int], param: str) -> None:

@@ -98,7 +98,7 @@ async def plan_reply(
         raise InvalidRequest(
             "use_beam_search cannot be combined with strict tools, nor with a tool_choice that demands a call.", param="use_beam_search"
         )
-    reasons = _reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call)
+    reasons = _reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call, held=structured is not None)
     if structured is not None:
         field = wish.field if wish is not None and structured is wish.params else "tools"
         reasons = msgspec.structs.replace(reasons or OutputConstraint(), field=field)
@@ -108,7 +108,7 @@ async def plan_reply(
         named=use.mode == "named",
         wish=structured,
         marks=reasons,
-        no_budget=unlimited(tokenizer, reasoning, opened=form.opened) if reasoning is not None and not form.closed else "",
+        no_budget=_no_budget(tokenizer, reasoning, opened=form.opened) if structured is not None and not form.closed else "",
         keeps_special_tokens=any(mark in tokenizer.special_tokens for mark in marks),
         new_call_id=_short_id if tools is not None and tools.name.startswith("mistral") else _call_id,
     )
@@ -202,9 +202,14 @@ async def _checked(
 
 
 def _reasoning_marks(
-    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool, held: bool
 ) -> OutputConstraint | None:
-    """The reasoning's markers as tokens; None where there is no reasoning, or no single tokens stand for its markers."""
+    """How the end of the reasoning is recognised: by tokens, or by its text where its markers are no single tokens. None where there is no
+    reasoning.
+
+    Args:
+        held: the reply is held to a grammar, which must begin with a token: then a text does not do.
+    """
     if reasoning is None or form.closed:
         return None
 
@@ -214,31 +219,31 @@ def _reasoning_marks(
     if reasoning.harmony:
         end = _HARMONY_NEXT if must_call else reasoning.end
         return OutputConstraint(reasoning_end_ids=ids(end), reasoning_stop_ids=ids(_HARMONY_NEXT if must_call else _HARMONY_ANSWER))
-    if unlimited(tokenizer, reasoning, opened=form.opened):
-        return None
     start, end_ids = ids(reasoning.start), ids(reasoning.end)
-    return OutputConstraint(reasoning_start_ids=[] if form.opened else start, reasoning_end_ids=end_ids, reasoning_stop_ids=end_ids)
+    if not _split_markers(tokenizer, reasoning, opened=form.opened):
+        return OutputConstraint(reasoning_start_ids=[] if form.opened else start, reasoning_end_ids=end_ids, reasoning_stop_ids=end_ids)
+    if held:
+        return None
+    return OutputConstraint(reasoning_start="" if form.opened else reasoning.start, reasoning_end=reasoning.end, reasoning_stop_ids=end_ids)
 
 
-def unlimited(tokenizer: Tokenizer, reasoning: ReasoningFormat, *, opened: bool = False) -> str:
-    """Why reasoning in this form cannot be followed token by token, which a budget needs; "" where it can.
+def _split_markers(tokenizer: Tokenizer, reasoning: ReasoningFormat, *, opened: bool) -> list[tuple[str, int]]:
+    """The markers of the reasoning that are several tokens, and how many.
 
     Args:
         opened: the prompt has begun the reasoning already.
     """
-    if reasoning.harmony:
-        return ""
-    for marker in (reasoning.end,) if opened else (reasoning.end, reasoning.start):
-        if (count := len(tokenizer.encode(marker, add_special_tokens=False))) != 1:
-            return f"the marker {marker} of this model's reasoning is {count} tokens, where a budget needs a single one"
-    return ""
+    markers = (reasoning.end,) if opened else (reasoning.end, reasoning.start)
+    counts = [(marker, len(tokenizer.encode(marker, add_special_tokens=False))) for marker in markers]
+    return [] if reasoning.harmony else [(marker, count) for marker, count in counts if count != 1]
 
 
-def budget_note(tokenizer: Tokenizer, settings: ServerSettings) -> str:
-    """Why budgets for reasoning will not hold on this server; "" if they will, or if nothing is known to reason."""
-    try:
-        reasoning = reasoning_format(settings.reasoning_parser, tokenizer.templates.select(None, False))
-    except InvalidRequest:
+def _no_budget(tokenizer: Tokenizer, reasoning: ReasoningFormat | None, *, opened: bool) -> str:
+    """Why the reasoning before an answer that is held to a grammar cannot be limited; "" where it can, or where there is none."""
+    if reasoning is None or not (split := _split_markers(tokenizer, reasoning, opened=opened)):
         return ""
-    why = unlimited(tokenizer, reasoning) if reasoning is not None else ""
-    return f"Thinking budgets are not held: {why}. thinking_token_budget is refused, budget_tokens of /v1/messages ignored." if why else ""
+    marker, count = split[0]
+    return (
+        f"the marker {marker} of this model's reasoning is {count} tokens, and where the answer is held to a form there is no reasoning "
+        "unless it is a single one"
+    )

@@ -250,8 +250,7 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
         try:
             # Only now: the engine loads while this process imports the web framework.
             from octavo.frontend.http.app import build_app
-            from octavo.frontend.http.conversation import defaults_note, start_notes
-            from octavo.frontend.http.reply_plan import budget_note
+            from octavo.frontend.http.conversation import log_notes
 
             if not await _ready_before(stop, llm, progress):
                 return
@@ -259,12 +258,7 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             server = Uvicorn(uvicorn_config(app, settings))
             report(llm.ready_report, llm.config, settings)
             if not (llm.args.skip_tokenizer_init or llm.ready_report.embedding_size):
-                for note in start_notes(llm.tokenizer.templates, settings):
-                    logger.warning(note)
-                if note := budget_note(llm.tokenizer, settings):
-                    logger.warning(note)
-                if note := defaults_note(llm.default_sampling_params):
-                    logger.info(note)
+                log_notes(llm.tokenizer.templates, settings, llm.default_sampling_params)
             logger.info("Listening on %s", server_url(settings, sock))
             context: ServerContext = app.state.context
             context.batches.start()

@@ -104,8 +104,8 @@ class ServerSettings:
     enable_auto_tool_choice: bool = setting(False, "Tools are always on; accepted and ignored.", group="replies", status="ignored")
     tool_call_parser: str | None = setting(
         None,
-        "How the model writes tool calls (hermes, llama3_json, pythonic, mistral, granite, deepseek_v3, deepseek_v31, qwen3_coder, openai, "
-        "json). Default: what the chat template shows; none leaves them in the text.",
+        "How the model writes tool calls (hermes, llama3_json, pythonic, mistral, mistral_named, granite, deepseek_v3, deepseek_v31, "
+        "qwen3_coder, openai, json). Default: what the chat template shows; none leaves them in the text.",
         group="replies",
     )
     tool_parser_plugin: str = setting("", "File with a tool parser.", group="replies", status="not yet")

@@ -23,6 +23,8 @@ from octavo.frontend.text.template_sandbox import TemplateRefusal, TemplateTooEx
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 MAX_TEMPLATE_CHARS = 1 << 20
+MAX_SHOWN = 100
+"""Characters of a template that an error quotes."""
 TOO_LARGE = "rendered_prompt_too_large"
 """Code of the error about a template that built more text than it may."""
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -62,9 +64,8 @@ class ChatTemplates:
                 return self.named[requested]
             if "{" not in requested:
                 names = ", ".join(sorted(self.named)) or "none"
-                raise InvalidRequest(
-                    f"chat_template {requested!r} is no template, and no name of one (known: {names}).", param="chat_template"
-                )
+                shown = requested if len(requested) <= MAX_SHOWN else requested[: MAX_SHOWN - 1] + "…"
+                raise InvalidRequest(f"chat_template {shown!r} is no template, and no name of one (known: {names}).", param="chat_template")
             return requested
         if has_tools and TOOL_USE in self.named:
             return self.named[TOOL_USE]
@@ -89,6 +90,7 @@ class ChatTemplates:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         call_syntax: CallSyntax | None = GENERIC.syntax,
+        hide_tools: bool = False,
     ) -> str:
         """Render a conversation. Tools that the template does not know are described in the system message (see `generic_tools`).
 
@@ -101,6 +103,7 @@ class ChatTemplates:
             template_kwargs: more variables for the template.
             call_syntax: how calls are to be written, where the template does not know tools. None: nobody reads them, so that the model
                 is told nothing.
+            hide_tools: show no tools. (A template that knows tools decides for itself what it shows.)
 
         Raises:
             InvalidRequest: messages that cannot be served, or a template that fails or refuses them.
@@ -123,6 +126,8 @@ class ChatTemplates:
             raise InvalidRequest(f"The chat template is not valid: {e.message} (line {e.lineno}).", param=param) from None
         except RecursionError:
             raise InvalidRequest("The chat template is nested too deep.", param=param) from None
+        if hide_tools and not knows_tools(source):
+            tools = None
         prepared = normalize_messages(messages, shape, developer_as_system="developer" not in source, arguments_as_text=arguments_as_text)
         variables = {
             **self.special_tokens,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from octavo.errors import InvalidRequest
+from octavo.frontend.json_shape import MAX_CONTAINERS, TooMuch, check_shape, json_shape
 
 ContentFormat = Literal["string", "openai", "as given"]
 """string: always a string; openai: always a list of parts; as given: strings stay strings, lists stay lists."""
@@ -19,6 +20,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MAX_DEPTH = 64
+_FEW = 10
+"""Objects and lists in the arguments of one call that need not be counted: a body holds no more than 50,000 calls."""
 
 
 def normalize_messages(
@@ -37,6 +40,8 @@ def normalize_messages(
         raise InvalidRequest(f"messages must be a list of messages, got {type(messages).__name__}.", param="messages")
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
+    if not arguments_as_text:
+        _check_arguments(messages)
     prepared = [_message(m, f"messages[{i}]", content_format, arguments_as_text) for i, m in enumerate(messages)]
     _rewrite_older_calls(prepared, arguments_as_text)
     if developer_as_system:
@@ -142,6 +147,30 @@ def _tool_calls(calls: Any, where: str, arguments_as_text: bool) -> list[Any]:
         convert = _as_text if arguments_as_text else _as_object
         result.append({**call, "function": {**function, "arguments": convert(function["arguments"])}})
     return result
+
+
+def _check_arguments(messages: Sequence[Any]) -> None:
+    """Refuse arguments that together hold more than a request may: as texts nobody has counted what is in them."""
+    held = 0
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        calls = message.get("tool_calls")
+        functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        for function in (*functions, message.get("function_call")):
+            if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+                data = text.encode("utf-8", "replace")
+                try:
+                    check_shape(data)
+                except TooMuch as e:
+                    raise InvalidRequest(f"messages: what is in the arguments of a tool call {e}", param="messages") from None
+                if data.count(b"[") + data.count(b"{") > _FEW:
+                    held += json_shape(data).containers
+    if held > MAX_CONTAINERS:
+        raise InvalidRequest(
+            f"messages: the arguments of tool calls hold {held} objects and lists; at most {MAX_CONTAINERS} are allowed in one request.",
+            param="messages",
+        )
 
 
 def _as_object(arguments: Any) -> Any:

@@ -27,6 +27,7 @@ MAX_SECONDS = 5.0
 MAX_CHARS = 1 << 24
 """Longest rendered prompt, and longest string or list a template may build."""
 MAX_WIDTH = 10_000
+MAX_BITS = 1 << 12
 MAX_SLOW_CHARS = 1 << 16
 """For filters that take their time, inside of which no clock is looked at."""
 _NUMBER = re.compile(r"\d{8,}")
@@ -141,6 +142,9 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "%":
             if isinstance(left, str):
                 _check_format(left, right if isinstance(right, tuple) else (right,))
+        elif isinstance(left, int) and isinstance(right, int):
+            if operator == "*" and left.bit_length() + right.bit_length() > MAX_BITS:
+                raise TemplateTooExpensive(f"it multiplied numbers to one of more than {MAX_BITS} bits")
         elif operator == "+":
             _check_size(_length(left) + _length(right))
         elif _length(left) or _length(right):
@@ -212,7 +216,8 @@ def _bounded(plain: Callable[..., Any]) -> Callable[..., Any]:
         elif name in ("wordwrap", "urlize") and len(str(value)) > MAX_SLOW_CHARS:
             raise TemplateTooExpensive(f"it gave more than {MAX_SLOW_CHARS} characters to the filter {name}")
         elif name == "sum" and isinstance(value, (list, tuple)):
-            _check_size(sum(map(_length, value)))
+            # Lists are added one by one, each time to a new one: half of all their lengths, for every list.
+            _check_size(sum(map(_length, value)) * max(1, len(value) // 2))
         return plain(*args, **kwargs)
 
     return bounded

@@ -10,6 +10,7 @@ Nothing here changes after construction, so one tokenizer may be used from any n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,14 @@ from octavo.errors import InvalidRequest
 from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.text.backend import TokenBackend
 from octavo.frontend.text.chat_template import ChatTemplates
+
+MIN_PART = 20_000
+"""Characters that are always tokenized: shorter texts are never cut."""
+PART_MARGIN = 8192
+"""Characters around a cut: in the first half a blank is looked for."""
+SPARE_TOKENS = 64
+"""Tokens next to a cut that may be others than without it."""
+_BEFORE_BLANK = re.compile(r"\S(?=\s)")
 
 
 class Tokenizer:
@@ -77,6 +86,20 @@ class Tokenizer:
             ids = ids + self.suffix
         return ids
 
+    def encode_part(self, text: str, tokens: int, *, from_end: bool, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text of which only the first (or last) `tokens` tokens are wanted: those are in the result, with more beside them.
+
+        Costs what the wanted part costs, whatever the text has besides. A cut changes the tokens around it, so it is made where a word
+        begins, and far enough away; only in a text without blanks for thousands of characters may a token differ.
+        """
+        size = max(MIN_PART, (tokens + 1) * self.longest_token + PART_MARGIN)
+        while size < len(text):
+            ids = self.encode(_part(text, size, from_end), add_special_tokens)
+            if len(ids) >= tokens + SPARE_TOKENS:
+                return ids
+            size *= 4  # some normalizers make little of long texts
+        return self.encode(text, add_special_tokens)
+
     def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], int]:
         """Ids of two texts as a model that scores pairs wants them, and where the second begins.
 
@@ -86,14 +109,21 @@ class Tokenizer:
         Raises:
             InvalidRequest: the limit leaves nothing of the second text.
         """
+        whole = first, second
+        if limit is not None:
+            most = max(MIN_PART, (limit + 1) * self.longest_token + PART_MARGIN)
+            first, second = _part(first, most, False), _part(second, most, False)
         ids, types = self.backend.encode_pair(first, second)
+        if limit is not None and len(ids) < limit + SPARE_TOKENS and (first, second) != whole:
+            # Some normalizers make little of long texts: then what was cut off would have been kept.
+            ids, types = self.backend.encode_pair(*whole)
         begin = types.index(1) if 1 in types else len(ids)
         if limit is None or len(ids) <= limit:
             return ids, begin
         behind = next((n for n, token in enumerate(reversed(ids)) if token not in self.special_ids), 0)
         if limit - behind <= begin:
             raise InvalidRequest(
-                f"The first text alone has {begin} tokens, which leaves no room for the second within {limit}. Shorten it.",
+                f"The first text alone has {'at least ' if first != whole[0] else ''}{begin} tokens, which leaves no room for the second within {limit}. Shorten it.",
                 param="truncate_prompt_tokens",
             )
         return ids[: limit - behind] + ids[len(ids) - behind :], begin
@@ -181,6 +211,16 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The model's usual chat template; None if it has none."""
         return self.templates.default
+
+
+def _part(text: str, size: int, from_end: bool) -> str:
+    """About `size` characters of a text, cut where a word begins if one does."""
+    if len(text) <= size:
+        return text
+    at = len(text) - size if from_end else size
+    found = _BEFORE_BLANK.search(text, at, at + PART_MARGIN // 2)
+    at = found.end() if found is not None else at
+    return text[at:] if from_end else text[:at]
 
 
 def load_tokenizer(checkpoint: Checkpoint, args: EngineArgs) -> Tokenizer:

@@ -74,6 +74,7 @@ async def _serve(boot: ApiServerBoot, client: RelayedClient, launch: Launch, set
     llm = AsyncLLM(launch, open_tokenizer(launch), client)
     waiting = asyncio.ensure_future(llm.wait_ready())
     from octavo.frontend.http.app import build_app  # takes a while: the engine loads meanwhile
+    from octavo.frontend.http.conversation import log_notes
 
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,6 +93,8 @@ async def _serve(boot: ApiServerBoot, client: RelayedClient, launch: Launch, set
     context: ServerContext = app.state.context
     context.responses.fail_running("The API server that made this response has ended.")
     server = Uvicorn(uvicorn_config(app, settings))
+    if boot.number == 0 and not (launch.args.skip_tokenizer_init or llm.ready_report.embedding_size):
+        log_notes(llm.tokenizer.templates, settings, llm.default_sampling_params)  # one for all
     context.batches.start()
     announcing = asyncio.ensure_future(_announce(server, client))
     try:

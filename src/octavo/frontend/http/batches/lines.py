@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.frontend.json_shape import TooMuch, check_shape
 
 URLS = (
     "/v1/chat/completions",
@@ -81,7 +82,10 @@ def _parse_line(number: int, line: str, urls: Sequence[str]) -> BatchLine:
         return BatchLine(number, custom_id or f"line-{number}", "", None, message, is_object)
 
     try:
+        check_shape(line.encode("utf-8", "replace"))
         entry = json.loads(line)
+    except TooMuch as e:
+        return bad(f"line {number} {e}")
     except (ValueError, RecursionError) as e:
         return bad(f"line {number} is not JSON: {e}", is_object=False)
     if not isinstance(entry, dict):

@@ -39,8 +39,9 @@ SAVE_SECONDS = 1.0
 """How often the counts of a running batch are written."""
 
 
-MAX_DEATHS = 2
-"""A line that was in work every time the server died so often is not tried again."""
+MAX_DEATHS = 3
+"""A line that was in work every time the server died so often is not tried again. After the first time it runs alone: so it was the only one
+at least twice, and chance (a power cut) is not to blame."""
 DEADLY = f"The server died {MAX_DEATHS} times while this request was in work; it is not tried again."
 
 EXPIRED = "This request could not be executed before the completion window expired."

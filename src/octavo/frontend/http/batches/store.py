@@ -19,7 +19,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.frontend.http.batches.records import Record
 
 _SCHEMA = """
@@ -228,7 +228,11 @@ class BatchStore:
     ) -> Page:
         if after is not None:
             row = self._db.execute(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (after, owner)).fetchone()
-            where, values = f"{where} AND number {'>' if ascending else '<'} ?", (*values, row[0] if row is not None else -1)
+            if row is None:
+                raise InvalidRequest(
+                    f"after names {after[:100]!r}, which is not here. Give the id of the last entry that you have.", param="after"
+                )
+            where, values = f"{where} AND number {'>' if ascending else '<'} ?", (*values, row[0])
         order = "ASC" if ascending else "DESC"
         rows = self._db.execute(
             f"SELECT record FROM {table} WHERE owner = ? {where} ORDER BY number {order} LIMIT ?", (owner, *values, limit + 1)

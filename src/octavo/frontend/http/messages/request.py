@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
-from octavo.frontend.http.limits import check_count
+from octavo.frontend.http.limits import MAX_MESSAGES, check_count
 from octavo.frontend.http.schemas import Bool, ChatRequest, Float, Int, Int32, Items, Objects, Schema, Strings
 
 OUR_NAME = {
@@ -76,6 +76,12 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     messages = [*_system(body.system)]
     for number, message in enumerate(body.messages):
         messages += _chat_messages(message, f"messages[{number}]")
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"messages[{number}].content: each tool_result in it is a message to the model, and with those before there are "
+                f"{len(messages)}; at most {MAX_MESSAGES} are allowed in one request.",
+                param="messages",
+            )
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")

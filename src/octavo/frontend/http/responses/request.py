@@ -6,9 +6,9 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
+from octavo.frontend.http.limits import check_metadata
 from octavo.frontend.http.schemas import VERBOSITIES, Bool, ChatRequest, Float, Int, Int32, Ints, Objects, Schema, Strings
 
-MAX_METADATA = 16
 INCLUDABLE = (
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -163,12 +163,6 @@ def check_request(body: InputTokensRequest) -> None:
     if body.background and body.stream:
         raise InvalidRequest("background and stream cannot be combined here: poll the response instead.", param="stream")
     check_metadata(body.metadata)
-
-
-def check_metadata(metadata: dict[str, Any] | None) -> None:
-    """Raises InvalidRequest if it is not what may be attached to an object."""
-    if metadata and (len(metadata) > MAX_METADATA or not all(isinstance(value, str) for value in metadata.values())):
-        raise InvalidRequest(f"metadata must be at most {MAX_METADATA} pairs of strings.", param="metadata")
 
 
 def chat_request(body: InputTokensRequest, messages: list[dict[str, Any]]) -> ChatRequest:

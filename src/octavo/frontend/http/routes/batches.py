@@ -13,6 +13,7 @@ from octavo.frontend.http.batches.lines import URLS
 from octavo.frontend.http.batches.records import Record, batch_record
 from octavo.frontend.http.context import context_of, json_response, owner_of
 from octavo.frontend.http.errors import NotFound, short_repr
+from octavo.frontend.http.limits import check_metadata
 from octavo.frontend.http.routes.files import expiry, listing
 from octavo.frontend.http.schemas import Schema, body_schema
 
@@ -41,8 +42,7 @@ async def create_batch(request: Request) -> Response:
     source = store.file(body.input_file_id, owner)
     if source is None or source["purpose"] != "batch":
         raise InvalidRequest(f"There is no file {short_repr(body.input_file_id)} with purpose batch.", param="input_file_id")
-    if body.metadata is not None and not all(isinstance(value, str) for value in body.metadata.values()):
-        raise InvalidRequest("metadata must hold strings.", param="metadata")
+    check_metadata(body.metadata)
     if (keep := body.output_expires_after) is not None:
         expiry(keep.get("anchor"), keep.get("seconds"), "output_expires_after")
     record = batch_record(

@@ -15,7 +15,7 @@ from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_of, 
 from octavo.frontend.http.generation import Job, answer
 from octavo.frontend.http.limits import LARGE_IDS, is_large, off_loop
 from octavo.frontend.http.logprobs import TokenNames
-from octavo.frontend.http.prompts import check_token_ids, encode_prompts, prompt_text, split_prompts, truncated
+from octavo.frontend.http.prompts import Truncation, check_token_ids, encode_prompts, prompt_text, split_prompts
 from octavo.frontend.http.sampling import beam_params, check_common, sampling_params
 from octavo.frontend.http.schemas import CompletionRequest, body_schema
 from octavo.frontend.http.sse import EventStream
@@ -80,9 +80,8 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
     if prompt_only:
         # The prompt is scored once, for all n choices; the one token made on the way is thrown away.
         params = msgspec.structs.replace(params, n=1, logprobs=None, stop=None)
-    cut = body.truncate_prompt_tokens
-    encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=body.add_special_tokens is not False, must_fit=cut is None)
-    encoded = [truncated(ctx.llm, prompt, cut, body.truncation_side, max_tokens) for prompt in encoded]
+    truncation = Truncation.asked(ctx.llm, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
+    encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=body.add_special_tokens is not False, truncation=truncation)
     if prompt_only:
         for prompt in encoded:
             check_token_ids(ctx.llm, prompt.token_ids, "prompt")

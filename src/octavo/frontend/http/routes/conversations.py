@@ -11,10 +11,9 @@ from fastapi.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.context import context_of, json_response, owner_of
 from octavo.frontend.http.errors import NotFound, short_repr
-from octavo.frontend.http.limits import is_large, off_loop
+from octavo.frontend.http.limits import check_metadata, is_large, off_loop
 from octavo.frontend.http.responses.conversations import append_items, find_conversation, is_conversation, new_conversation, not_found
 from octavo.frontend.http.responses.items import input_items, item_page
-from octavo.frontend.http.responses.request import check_metadata
 from octavo.frontend.http.schemas import Schema, body_schema
 
 router = APIRouter(prefix="/v1/conversations")

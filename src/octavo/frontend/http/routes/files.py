@@ -25,6 +25,7 @@ router = APIRouter()
 MAX_NAME_CHARS = 255
 FORM_OVERHEAD = 64 * 1024
 """Bytes that a form may have beside the file."""
+PURPOSES = ("batch", "batch_output")
 LONGEST_LIFE = 30 * 24 * 3600
 _UPLOAD = {
     "requestBody": {
@@ -121,6 +122,8 @@ async def list_files(
     after: str | None = None,
 ) -> Response:
     store = context_of(request).batches.store
+    if purpose not in (None, *PURPOSES):
+        raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}, got {short_repr(purpose)}.", param="purpose")
     return json_response(listing(store.files(owner_of(request), purpose=purpose, limit=limit, after=after, ascending=order == "asc")))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import client_of, context_of, json_response, request_id
@@ -64,8 +65,12 @@ async def _create(request: Request) -> Response:
         max_tokens=body.max_tokens,
         thinking=thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted",
     )
-    if options.plan.marks is not None and options.plan.marks.reasoning_end_ids and thinking.get("type") == "enabled":
-        job.params.thinking_token_budget = thinking["budget_tokens"]
+    if thinking.get("type") == "enabled":
+        if options.plan.no_budget:
+            raise InvalidRequest(f"thinking cannot be enabled here: {options.plan.no_budget}.", param="thinking")
+        marks = options.plan.marks
+        if marks is not None and (marks.reasoning_end_ids or marks.reasoning_end):
+            job.params.thinking_token_budget = thinking["budget_tokens"]
     writer = MessagesWriter(wanted, ChatWriter(options))
     return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=STYLE)
 
@@ -74,5 +79,5 @@ async def _count(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, CountTokensRequest)
     chat = await off_loop(is_large(body.messages), chat_request, body)
-    prompt = await render(ctx.llm, chat, settings=ctx.settings)
+    prompt = await render(ctx, chat)
     return json_response({"input_tokens": len(prompt.token_ids)})

@@ -191,7 +191,7 @@ async def _pool_input(
         chat_template_kwargs=body.chat_template_kwargs,
     )
     await ctx.llm.pooling_processor()  # which says so if this model does not pool
-    prompt = await render(ctx.llm, conversation, settings=ctx.settings)
+    prompt = await render(ctx, conversation)
     return await _pool_texts(ctx, body, prompt.token_ids, "messages", params, task, tracker)
 
 
@@ -227,7 +227,7 @@ async def _prepare_texts(
     _check_count(ctx, len(prompts), param)
     cut, special = body.truncate_prompt_tokens, body.add_special_tokens is not False
     if cut is None:
-        encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=special, must_fit=True)
+        encoded = await encode_prompts(ctx.llm, prompts, add_special_tokens=special)
         items: Sequence[Any] = [one.token_ids for one in encoded]
     else:
         items = prompts  # the processor cuts them, and keeps the special tokens at their ends

@@ -18,6 +18,7 @@ from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import NotFound, is_expected, renamed, short_repr
 from octavo.frontend.http.generation import Generation, Job, answer
 from octavo.frontend.http.limits import check_count, is_large, off_loop
+from octavo.frontend.http.prompts import Truncation
 from octavo.frontend.http.responses.conversations import append_items, conversation_id, find_conversation, is_conversation
 from octavo.frontend.http.responses.items import Item, input_items, item_page, messages, new_id
 from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest, ResponsesRequest, chat_request, check_request
@@ -143,7 +144,9 @@ async def count_input_tokens(request: Request) -> Response:
     try:
         items = await off_loop(is_large(body.input), input_items, body.input)
         chat = await _chat(ctx, body, items, owner_of(request))
-        prompt = await render(ctx.llm, chat, settings=ctx.settings)
+        truncation = Truncation.asked(ctx.llm, chat.truncate_prompt_tokens, None, chat.max_completion_tokens)
+        prompt = await render(ctx, chat, truncation)
+        prompt = prompt if truncation is None else truncation.of(prompt)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})

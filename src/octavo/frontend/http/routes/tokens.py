@@ -8,8 +8,8 @@ from fastapi.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.context import context_of, json_response
 from octavo.frontend.http.conversation import render
-from octavo.frontend.http.limits import LARGE_IDS, TOKENIZE_CHARS, off_loop
-from octavo.frontend.http.prompts import check_token_ids, encode_text
+from octavo.frontend.http.limits import LARGE_IDS, off_loop
+from octavo.frontend.http.prompts import check_token_ids, check_tokenizable, encode_text
 from octavo.frontend.http.schemas import DetokenizeRequest, TokenizeRequest, body_schema
 
 router = APIRouter()
@@ -22,14 +22,10 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either prompt (text) or messages (a conversation).", param="prompt")
     if body.prompt is not None:
-        limit = max(TOKENIZE_CHARS, ctx.llm.ready_report.max_model_len * ctx.llm.tokenizer.longest_token)
-        if len(body.prompt) > limit:
-            raise InvalidRequest(
-                f"prompt has {len(body.prompt)} characters; {limit} can be tokenized in one request. Send it in pieces.", param="prompt"
-            )
+        check_tokenizable(ctx.llm, body.prompt, "prompt")
         ids = await encode_text(ctx.llm, body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        ids = (await render(ctx.llm, body, settings=ctx.settings)).token_ids
+        ids = (await render(ctx, body)).token_ids
     text_of = ctx.llm.tokenizer.token_text
     strings = await off_loop(len(ids) > LARGE_IDS, lambda: [text_of(i) for i in ids]) if body.return_token_strs else None
     return json_response({"count": len(ids), "max_model_len": ctx.llm.ready_report.max_model_len, "tokens": ids, "token_strs": strings})
