@@ -18,7 +18,7 @@ from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 3
+ABI: Final = 4
 LAYOUT: Final = 1
 """Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
@@ -88,6 +88,7 @@ class Cache(ctypes.Structure):
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("block_stride", c_int64),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "padded_dim", "block_size", "padded_block", "half", "window")),
         ("scale", c_float),
         ("soft_cap", c_float),

@@ -171,11 +171,11 @@ void check_attention(OctavoEngine* engine) {
     cache.scale = 1 / std::sqrt((float)dim);
     cache.soft_cap = below(3) ? 0.0f : 2.0f;
     const int blocks = (tokens + block - 1) / block;
-    const size_t size = cache.half ? 2 : 4;
-    std::vector<uint8_t> keys((size_t)(blocks + 1) * (size_t)(cache.kv_heads * dim * cache.padded_block) * size, 0xff);  // NaN
-    std::vector<uint8_t> values((size_t)(blocks + 1) * (size_t)(cache.kv_heads * block * cache.padded_dim) * size, 0xff);
-    cache.keys = keys.data();
-    cache.values = values.data();
+    const size_t size = cache.half ? 2 : 4, keys = (size_t)(cache.kv_heads * dim * cache.padded_block);
+    cache.block_stride = (int64_t)keys + cache.kv_heads * block * cache.padded_dim;
+    std::vector<uint8_t> memory((size_t)(blocks + 1) * (size_t)cache.block_stride * size, 0xff);  // NaN
+    cache.keys = memory.data();
+    cache.values = memory.data() + keys * size;
     std::vector<int32_t> table((size_t)blocks);
     for (int b = 0; b < blocks; b++) table[(size_t)b] = b + 1;
     std::shuffle(table.begin(), table.end(), source);

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 3
+#define OCTAVO_ABI 4
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -71,8 +71,9 @@ struct OctavoDecoder {
 };
 
 struct OctavoCache {  // one layer's attention and where its keys and values are
-    void* keys;       // [blocks, kv_heads, head_dim, padded_block]: a key is a column
-    void* values;     // [blocks, kv_heads, block_size, padded_dim]: a value is a row
+    void* keys;       // of a block: [kv_heads, head_dim, padded_block]: a key is a column
+    void* values;     // of a block: [kv_heads, block_size, padded_dim]: a value is a row
+    int64_t block_stride;  // numbers from a block to the next, of keys as of values
     int32_t heads, kv_heads, head_dim, padded_dim, block_size, padded_block;
     int32_t half;     // float16 cache
     int32_t window;   // 0: none
