@@ -72,9 +72,9 @@ class NativeCpuAttention:
         self._keys, self._values, at = [], [], 0
         for spec, (keys, values) in zip(layers, sizes, strict=True):
             shape = (spec.num_kv_heads, spec.head_dim, _padded(block_size))
-            self._keys.append(memory[:, at : at + keys].unflatten(1, shape))
+            self._keys.append(memory[:, at : at + keys].view(num_blocks, *shape))
             shape = (spec.num_kv_heads, block_size, _padded(spec.head_dim))
-            self._values.append(memory[:, at + keys : at + keys + values].unflatten(1, shape))
+            self._values.append(memory[:, at + keys : at + keys + values].view(num_blocks, *shape))
             at += keys + values
         described = [
             abi.Cache(
