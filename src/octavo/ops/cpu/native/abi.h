@@ -28,7 +28,7 @@ enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are pack
 enum OctavoActivations : int32_t {  // what packed weights are multiplied with
     ACTIVATIONS_FLOAT32 = 0,
     ACTIVATIONS_INT16 = 1,  // rounded in groups of 32 columns
-    ACTIVATIONS_INT8 = 2,   // for 4-bit weights; 8-bit ones keep 16 bits
+    ACTIVATIONS_INT8 = 2,
 };
 
 enum OctavoActivation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2 };

@@ -60,17 +60,14 @@ const Kernels& kernels() {
     return *k;
 }
 
-// 8-bit activations go with 4-bit weights, whose own error is ten times theirs; 8-bit weights keep 16-bit ones.
 Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
-    bool packed = false, floats = false, narrow = wanted == ACTIVATIONS_INT8;
+    bool packed = false, floats = false;
     for (int i = 0; i < linear.num_segments; i++) {
         const int32_t kind = linear.segments[i].kind;
-        if (kind == KIND_Q4 || kind == KIND_Q8) packed = true;
-        else floats = true;
-        if (kind == KIND_Q8) narrow = false;
+        (kind == KIND_Q4 || kind == KIND_Q8 ? packed : floats) = true;
     }
     if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
-    return {narrow ? ROUND_8 : ROUND_16, floats};
+    return {wanted == ACTIVATIONS_INT8 ? ROUND_8 : ROUND_16, floats};
 }
 
 // A task is some panels times a block of tokens. A block's inputs stay in the second-level cache, and the tasks that share

@@ -194,9 +194,9 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
         const int64_t at = g * tokens;
         ahead.ask(g);
         Dots<T> dots;
-        for (int t = 0; t < T; t++) dots.start(t, Q4 ? 0 : -128 * counts[at + t]);
+        for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : -128 * counts[at + t]);
         if constexpr (WIDE) add_16<T>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
-        else add_8<T>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
+        else add_8<T, Q4>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
         // Scales are read only after the dot products, which need the registers.
         Groups now = groups;
         if constexpr (!HELD) asm volatile("" : "+m"(now));
@@ -284,7 +284,8 @@ static void panel(int32_t kind, const uint8_t* panel, const Activations& a, int6
     const Target target = {out, ldo, bias, lanes};
     if (rounded && kind == KIND_Q4 && wide) rounded_panel<true, true>(panel, a, begin, end - begin, target);
     else if (rounded && kind == KIND_Q4) rounded_panel<true, false>(panel, a, begin, end - begin, target);
-    else if (rounded && kind == KIND_Q8) rounded_panel<false, true>(panel, a, begin, end - begin, target);  // which never takes 8 bits
+    else if (rounded && kind == KIND_Q8 && wide) rounded_panel<false, true>(panel, a, begin, end - begin, target);
+    else if (rounded && kind == KIND_Q8) rounded_panel<false, false>(panel, a, begin, end - begin, target);
     else float_panel(kind, panel, a, begin, end - begin, target);
 }
 
