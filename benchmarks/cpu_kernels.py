@@ -65,9 +65,8 @@ def matmuls(threads: int, rounds: int) -> dict[str, dict[str, float]]:
 
         def native(activations: CpuActivations, inputs: dict[int, torch.Tensor] = inputs) -> None:
             for layer in layers:
-                for i, weight in enumerate(layer):  # the first is qkv, which never takes 8 bits
-                    qkv = "int16" if activations == "int8" and i == 0 else activations
-                    panels.linear(engine, inputs[weight.in_features], weight, None, activations=qkv)
+                for weight in layer:
+                    panels.linear(engine, inputs[weight.in_features], weight, None, activations=activations)
             panels.linear(engine, inputs[576], head, None, activations=activations)
 
         def plain(inputs: dict[int, torch.Tensor] = inputs) -> None:

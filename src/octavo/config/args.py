@@ -176,8 +176,8 @@ class EngineArgs:
     )
     cpu_activations: str = setting(
         "int8",
-        "What the native kernels multiply 4-bit weights with: activations rounded to int8 in groups of 32 (a tenth of the weights' own "
-        "error), to int16 (as good as exact, slower in batches; what 8-bit weights always get), or float32 as computed.",
+        "What the native kernels multiply 4- and 8-bit weights with: activations rounded to int8 in groups of 32 (as 8-bit weights "
+        "are; a tenth of the error of 4-bit ones), to int16 (as good as exact, slower in batches), or float32 as computed.",
         group="execution",
         choices=("int8", "int16", "float32"),
     )

@@ -77,10 +77,26 @@ def test_packed_weights_take_rounded_activations(
     part = random_rows(encoding, rows, 32 * groups, seed)
     x = randn(tokens, 32 * groups, seed=seed) * spread
     x[0, :32] = 0
-    narrow = activations == "int8" and encoding != "Q8_0"  # which takes 16 bits at any rate
-    expected = rounded(x, 127 if narrow else 32767).double() @ as_float(part).double().T
+    expected = rounded(x, 127 if activations == "int8" else 32767).double() @ as_float(part).double().T
     out = panels.linear(engine, x, packed(part), None, activations=activations)
     torch.testing.assert_close(out.double() / spread, expected / spread, atol=2e-5 * (32 * groups) ** 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+@pytest.mark.parametrize("activations", ["int16", "int8"])
+@pytest.mark.parametrize("encoding", list(BLOCK_BYTES))
+def test_the_largest_products_do_not_overflow(engine: abi.Engine, encoding: str, activations: CpuActivations, tokens: int) -> None:
+    """All weights and inputs at an end of their range, of either sign: what 16 bits hold of pairs is nearly full."""
+    part = random_rows(encoding, 16, 64, 1)
+    scales = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2}[encoding]
+    blocks = part.data.reshape(16, 2, -1)
+    blocks[:, :, scales:] = np.where(np.arange(16)[:, None, None] % 2, 0xFF, 0x00) if encoding != "Q8_0" else 0
+    if encoding == "Q8_0":
+        blocks[:, :, scales:] = np.array([0x80, 0x7F, 0x81, 0x01], np.uint8)[np.arange(16) % 4][:, None, None]
+    x = torch.ones(tokens, 64) * torch.where(torch.arange(tokens) % 2 == 0, 1.0, -1.0)[:, None]
+    expected = x.double() @ as_float(part).double().T
+    out = panels.linear(engine, x, packed(part), None, activations=activations)
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_16_bit_activations_are_as_exact_as_float32(engine: abi.Engine) -> None:

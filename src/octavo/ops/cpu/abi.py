@@ -88,6 +88,7 @@ class Cache(ctypes.Structure):
     _fields_ = [
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("block_stride", c_int64),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "padded_dim", "block_size", "padded_block", "half", "window")),
         ("scale", c_float),
         ("soft_cap", c_float),

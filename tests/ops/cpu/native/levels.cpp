@@ -113,7 +113,7 @@ void check_linear(OctavoEngine* engine, int round) {
                              std::to_string(rows) + " x " + std::to_string(columns) + ", " + std::to_string(tokens) + " tokens";
     expect(!std::memcmp(out.data(), alone.data(), out.size() * 4), name + ": other bits in a batch");
     const bool blocks = from >= SOURCE_Q4_0;
-    const std::vector<double> seen = rounded(x, !blocks || !activations ? 0 : activations == ACTIVATIONS_INT8 && from != SOURCE_Q8_0 ? 127 : 32767);
+    const std::vector<double> seen = rounded(x, !blocks || !activations ? 0 : activations == ACTIVATIONS_INT8 ? 127 : 32767);
     double worst = 0;
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t r = 0; r < rows; r++) {
@@ -171,11 +171,11 @@ void check_attention(OctavoEngine* engine) {
     cache.scale = 1 / std::sqrt((float)dim);
     cache.soft_cap = below(3) ? 0.0f : 2.0f;
     const int blocks = (tokens + block - 1) / block;
-    const size_t size = cache.half ? 2 : 4;
-    std::vector<uint8_t> keys((size_t)(blocks + 1) * (size_t)(cache.kv_heads * dim * cache.padded_block) * size, 0xff);  // NaN
-    std::vector<uint8_t> values((size_t)(blocks + 1) * (size_t)(cache.kv_heads * block * cache.padded_dim) * size, 0xff);
-    cache.keys = keys.data();
-    cache.values = values.data();
+    const size_t size = cache.half ? 2 : 4, keys = (size_t)(cache.kv_heads * dim * cache.padded_block);
+    cache.block_stride = (int64_t)keys + cache.kv_heads * block * cache.padded_dim;
+    std::vector<uint8_t> memory((size_t)(blocks + 1) * (size_t)cache.block_stride * size, 0xff);  // NaN
+    cache.keys = memory.data();
+    cache.values = memory.data() + keys * size;
     std::vector<int32_t> table((size_t)blocks);
     for (int b = 0; b < blocks; b++) table[(size_t)b] = b + 1;
     std::shuffle(table.begin(), table.end(), source);
@@ -221,12 +221,12 @@ void check_attention(OctavoEngine* engine) {
 
 void check_draw(OctavoEngine* engine) {
     const int64_t vocab = 1 + below(3000);
-    const std::vector<float> logits = normals((size_t)vocab);
+    std::vector<float> logits = normals((size_t)vocab);
     const float numbers[] = {1.0f, 1.0f, 1.0f, -HUGE_VALF};  // top-k of one: the likeliest, whatever is drawn
     const int32_t slots[] = {0, 0}, modes[] = {0, 3}, keys[] = {0, 0, below(1 << 30), below(1 << 30)};
     for (int row = 0; row < 2; row++) {
         int32_t token = -2;
-        const OctavoDraw draw = {logits.data(), vocab, vocab, slots + row, modes + row, keys + 2 * row, numbers, 4, 1, 0};
+        const OctavoDraw draw = {logits.data(), vocab, vocab, slots + row, modes + row, keys + 2 * row, numbers, 4, nullptr, nullptr, 1, 0};
         octavo_draw(engine, &draw, &token);
         expect(token == std::max_element(logits.begin(), logits.end()) - logits.begin(), "draw " + std::to_string(row));
     }

@@ -28,7 +28,7 @@ enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are pack
 enum OctavoActivations : int32_t {  // what packed weights are multiplied with
     ACTIVATIONS_FLOAT32 = 0,
     ACTIVATIONS_INT16 = 1,  // rounded in groups of 32 columns
-    ACTIVATIONS_INT8 = 2,   // for 4-bit weights; 8-bit ones keep 16 bits
+    ACTIVATIONS_INT8 = 2,
 };
 
 enum OctavoActivation : int32_t { ACT_SILU = 0, ACT_GELU = 1, ACT_GELU_TANH = 2 };
@@ -71,8 +71,9 @@ struct OctavoDecoder {
 };
 
 struct OctavoCache {  // one layer's attention and where its keys and values are
-    void* keys;       // [blocks, kv_heads, head_dim, padded_block]: a key is a column
-    void* values;     // [blocks, kv_heads, block_size, padded_dim]: a value is a row
+    void* keys;       // of a block: [kv_heads, head_dim, padded_block]: a key is a column
+    void* values;     // of a block: [kv_heads, block_size, padded_dim]: a value is a row
+    int64_t block_stride;  // numbers from a block to the next, of keys as of values
     int32_t heads, kv_heads, head_dim, padded_dim, block_size, padded_block;
     int32_t half;     // float16 cache
     int32_t window;   // 0: none

@@ -7,12 +7,6 @@ namespace {
 
 Reading reads(const OctavoDecoder& d, const OctavoLinear& linear) { return reading_of(linear, d.activations); }
 
-// Rounding the inputs of the query, key and value projections to 8 bits makes half of all the error that such rounding makes, and
-// they are a sixth of a layer's work (see docs/performance.md): they take 16 bits.
-Reading reads_qkv(const OctavoDecoder& d, const OctavoLinear& qkv) {
-    return reading_of(qkv, d.activations == ACTIVATIONS_INT8 ? ACTIVATIONS_INT16 : d.activations);
-}
-
 void norm_or_copy(const OctavoDecoder& d, const float* residual, const float* norm, float* out) {
     if (norm) kernels().rms_norm(residual, norm, d.norm_eps, d.hidden, out);
     else memcpy(out, residual, (size_t)d.hidden * 4);
@@ -64,13 +58,13 @@ void rest(OctavoEngine& e, const OctavoDecoder& d, int64_t tokens, int32_t layer
     multiply(e, l.down, e.inner.view(), block, d.hidden);
     const bool last = layer + 1 == d.num_layers;
     const OctavoLayer& next = d.layers[last ? layer : layer + 1];
-    join(e, d, tokens, l.mlp_post_norm, last ? d.final_norm : next.attention_norm, reads_qkv(d, next.qkv), last ? hidden : nullptr);
+    join(e, d, tokens, l.mlp_post_norm, last ? d.final_norm : next.attention_norm, reads(d, next.qkv), last ? hidden : nullptr);
 }
 
 void begin(OctavoEngine& e, const OctavoDecoder& d, const OctavoStep& step) {
     const int64_t tokens = step.num_tokens;
     float* residual = e.residual.get(tokens * d.hidden);
-    e.hidden.resize(tokens, d.hidden, reads_qkv(d, d.layers[0].qkv));
+    e.hidden.resize(tokens, d.hidden, reads(d, d.layers[0].qkv));
     e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
         embed(d.embed, step.token_ids[t], d.embedding_scale, residual + t * d.hidden);
         norm_or_copy(d, residual + t * d.hidden, d.layers[0].attention_norm, e.hidden.row(t));

@@ -60,17 +60,14 @@ const Kernels& kernels() {
     return *k;
 }
 
-// 8-bit activations go with 4-bit weights, whose own error is ten times theirs; 8-bit weights keep 16-bit ones.
 Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
-    bool packed = false, floats = false, narrow = wanted == ACTIVATIONS_INT8;
+    bool packed = false, floats = false;
     for (int i = 0; i < linear.num_segments; i++) {
         const int32_t kind = linear.segments[i].kind;
-        if (kind == KIND_Q4 || kind == KIND_Q8) packed = true;
-        else floats = true;
-        if (kind == KIND_Q8) narrow = false;
+        (kind == KIND_Q4 || kind == KIND_Q8 ? packed : floats) = true;
     }
     if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
-    return {narrow ? ROUND_8 : ROUND_16, floats};
+    return {wanted == ACTIVATIONS_INT8 ? ROUND_8 : ROUND_16, floats};
 }
 
 // A task is some panels times a block of tokens. A block's inputs stay in the second-level cache, and the tasks that share
@@ -140,19 +137,31 @@ void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, cons
                   int64_t ldq, float* out) {
     const int64_t group = cache.heads / cache.kv_heads, width = (int64_t)cache.heads * cache.head_dim;
     const int32_t* tables = cache.sliding ? step.sliding_tables : step.block_tables;
-    engine.pool.run((int64_t)tiles.size(), 1, [&](int64_t i) {
+    const auto table = [&](int32_t row) { return tables + (step.row_slots ? step.row_slots[row] : row) * step.table_stride; };
+    const auto first_of = [&](int32_t end) { return cache.window && end > cache.window ? end - cache.window : 0; };
+    // The heads of a row lie side by side, so that one thread does well to take them all.
+    const int64_t count = (int64_t)tiles.size(), threads = engine.pool.threads(), chunk = count < 4 * threads * cache.kv_heads ? 1 : cache.kv_heads;
+    engine.pool.run(count, chunk, [&](int64_t i) {
         const TileTask& task = tiles[(size_t)i];
         AttentionTile tile;
         tile.cache = &cache;
-        tile.table = tables + (step.row_slots ? step.row_slots[task.row] : task.row) * step.table_stride;
+        tile.table = table(task.row);
         tile.kv_head = task.kv_head;
         tile.num_queries = task.num_queries;
+        tile.next_table = nullptr;
+        if (const int64_t n = (i + 1) % chunk ? i + 1 : i + 1 + (threads - 1) * chunk; n < count) {
+            const TileTask& next = tiles[(size_t)n];
+            tile.next_table = table(next.row);
+            tile.next_last = step.row_start[next.row] + (int32_t)(next.first_query / group) + 1;
+            tile.next_first = first_of(tile.next_last);
+            tile.next_kv_head = next.kv_head;
+        }
         for (int n = 0; n < task.num_queries; n++) {
             const int64_t token = (task.first_query + n) / group, head = task.kv_head * group + (task.first_query + n) % group;
             tile.queries[n] = q + (task.first_token + token) * ldq + head * cache.head_dim;
             tile.outputs[n] = out + (task.first_token + token) * width + head * cache.head_dim;
             tile.last[n] = step.row_start[task.row] + (int32_t)token + 1;
-            tile.first[n] = cache.window && tile.last[n] > cache.window ? tile.last[n] - cache.window : 0;
+            tile.first[n] = first_of(tile.last[n]);
         }
         kernels().attend(tile);
     });

@@ -4,8 +4,9 @@
 // group or from a buffer that it was unpacked to once for many tokens; and `add_16`/`add_8`, which run over a group. Whole numbers
 // are exact, so the two sources, and any T, give the same bits.
 //
-// 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones go with 4-bit weights alone: pairs of
-// products sum to at most 3,810, and eight of those to 30,480, which 16 bits hold.
+// 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones (|q| <= 127) where a level sums pairs in
+// 16 bits: with 4-bit weights a pair is at most 3,810, and eight of them 30,480. With 8-bit weights less 128 a pair is at most 32,512,
+// so that each is widened at once. `SIGNED_BYTES`: such a level takes the 128 off weights itself, the others off the sums.
 #pragma once
 
 #include "kernels.h"
@@ -26,6 +27,7 @@ INLINE int32_t four_bytes(const void* x) { int32_t v; memcpy(&v, x, 4); return v
 
 constexpr int TILE = 8, HELD_REGISTERS = 24;
 constexpr bool PAIRED = true;  // four 16-bit activations lie in the order 0, 2, 1, 3
+constexpr bool SIGNED_BYTES = false;
 
 template <int T>
 struct Dots {
@@ -83,7 +85,7 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
     }
 }
 
-template <int T, class Weights>
+template <int T, bool Q4, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; quad++) {
@@ -98,6 +100,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 constexpr int TILE = 4, HELD_REGISTERS = 8;
 constexpr bool PAIRED = true;
+constexpr bool SIGNED_BYTES = true;
 
 template <int T>
 struct Dots {
@@ -110,9 +113,14 @@ template <bool Q4>
 struct Packed {
     const uint8_t* g;
     INLINE_MEMBER void bytes(int quad, __m256i* w) const {
-        __m256i both = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
-        w[0] = _mm256_and_si256(both, _mm256_set1_epi8(15));
-        w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+        if (Q4) {
+            __m256i both = _mm256_loadu_si256((const __m256i*)(g + 32 * quad));
+            w[0] = _mm256_and_si256(both, _mm256_set1_epi8(15));
+            w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+        } else {
+            for (int h = 0; h < 2; h++)
+                w[h] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(g + 64 * quad + 32 * h)), _mm256_set1_epi8(-128));
+        }
     }
     // Columns 0 and 2 of rows 0-7, columns 1 and 3 of them, then the same of rows 8-15.
     INLINE_MEMBER void pairs(int quad, __m256i* w) const {
@@ -170,8 +178,25 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
     }
 }
 
-template <int T, class Weights>
+template <int T, bool Q4, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+    if constexpr (!Q4) {
+#pragma GCC unroll 8
+        for (int quad = 0; quad < 8; quad++) {
+            __m256i w[2], size[2];
+            weights.bytes(quad, w);
+            for (int h = 0; h < 2; h++) size[h] = _mm256_abs_epi8(w[h]);  // -128 becomes 128, which is read without a sign
+            for (int t = 0; t < T; t++) {
+                const __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP + 4 * quad));
+                for (int h = 0; h < 2; h++) {
+                    const __m256i pairs = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(b, w[h]));
+                    d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+                    IN_ORDER(d.sum[t][h]);
+                }
+            }
+        }
+        return;
+    }
     __m256i narrow[T][2];
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; quad++) {
@@ -194,6 +219,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 constexpr int TILE = 4, HELD_REGISTERS = 16;
 constexpr bool PAIRED = false;
+constexpr bool SIGNED_BYTES = true;
 
 template <int T>
 struct Dots {
@@ -210,7 +236,7 @@ struct Packed {
     INLINE_MEMBER void bytes(int quad, int8x16_t* w) const {
         for (int i = 0; i < 4; i++) {
             if (!Q4) {
-                w[i] = vreinterpretq_s8_u8(vld1q_u8(g + 64 * quad + 16 * i));
+                w[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(g + 64 * quad + 16 * i), vdupq_n_u8(128)));
             } else {
                 const uint8x16_t both = vld1q_u8(g + 32 * quad + 16 * (i % 2));
                 w[i] = vreinterpretq_s8_u8(i < 2 ? vandq_u8(both, vdupq_n_u8(15)) : vshrq_n_u8(both, 4));
@@ -286,7 +312,7 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-template <int T, class Weights>
+template <int T, bool Q4, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; quad++) {
@@ -301,7 +327,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 #else
 
-template <int T, class Weights>
+template <int T, bool Q4, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
     int16x8_t narrow[T][4];  // pairs of columns
 #pragma GCC unroll 8
@@ -312,11 +338,12 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
             const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
             for (int i = 0; i < 4; i++) {
                 const int16x8_t products = vpaddq_s16(vmull_s8(vget_low_s8(w[i]), vget_low_s8(b)), vmull_high_s8(w[i], b));
-                narrow[t][i] = quad ? vaddq_s16(narrow[t][i], products) : products;
+                if (!Q4) d.sum[t][i] = vpadalq_s16(d.sum[t][i], products);
+                else narrow[t][i] = quad ? vaddq_s16(narrow[t][i], products) : products;
             }
         }
     }
-    for (int t = 0; t < T; t++)
+    for (int t = 0; t < T && Q4; t++)
         for (int i = 0; i < 4; i++) d.sum[t][i] = vpadalq_s16(d.sum[t][i], narrow[t][i]);
 }
 
@@ -326,6 +353,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 constexpr int TILE = 4, HELD_REGISTERS = 0;
 constexpr bool PAIRED = false;
+constexpr bool SIGNED_BYTES = false;
 
 template <int T>
 struct Dots {
@@ -379,7 +407,7 @@ INLINE void add_16(const Packed<Q4>& weights, const int16_t* x, Dots<T>& d) {
     add_16<T>(Unpacked{buffer}, x, d);
 }
 
-template <int T>
+template <int T, bool Q4>
 INLINE void add_8(const Unpacked& weights, const int8_t* x, Dots<T>& d) {
     for (int t = 0; t < T; t++)
         for (int k = 0; k < GROUP; k++)
@@ -390,7 +418,7 @@ template <int T, bool Q4>
 INLINE void add_8(const Packed<Q4>& weights, const int8_t* x, Dots<T>& d) {
     alignas(64) uint8_t buffer[PANEL * GROUP];
     unpack<Q4, false>(weights.g, buffer);
-    add_8<T>(Unpacked{buffer}, x, d);
+    add_8<T, Q4>(Unpacked{buffer}, x, d);
 }
 
 #endif

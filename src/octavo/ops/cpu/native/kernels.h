@@ -51,6 +51,9 @@ struct AttentionTile {
     float* outputs[MAX_QUERIES];
     int32_t first[MAX_QUERIES];  // visible positions [first, last)
     int32_t last[MAX_QUERIES];
+    const int32_t* next_table;  // what this thread attends to next, likely: its keys are asked for early; null: nothing
+    int32_t next_first, next_last;
+    int next_kv_head;
 };
 
 struct Kernels {

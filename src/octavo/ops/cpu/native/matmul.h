@@ -9,6 +9,8 @@
 // rows, and no horizontal sum is ever needed.
 #pragma once
 
+#include <type_traits>
+
 #include "int_dot.h"
 
 namespace LEVEL {
@@ -126,6 +128,30 @@ struct Scaling {
     alignas(64) float scale[PANEL], minimum[PANEL];
 };
 
+// Where a panel's results go.
+struct Target {
+    float* out;
+    int64_t ldo;
+    const float* bias;
+    int lanes;  // of the panel's rows that there are
+    INLINE_MEMBER void write(int64_t token, int v, vf sum) const {
+        float* to = out + token * ldo + v * W;
+        if (lanes == PANEL) return store(to, bias ? sum + load(bias + v * W) : sum);
+        const int count = lanes - v * W < W ? lanes - v * W : W;
+        if (count > 0) store_part(to, bias ? sum + load_part(bias + v * W, count) : sum, count);
+    }
+};
+
+// Weights come from memory, once, and no hardware prefetcher sees far enough: the next panel is asked for beside the arithmetic of
+// this one, a share of its lines in each tile, as many at once would stand in each other's way.
+struct Ahead {
+    const uint8_t* panel;  // whose groups lie `bytes` apart
+    int64_t bytes, from, to;
+    INLINE_MEMBER void ask(int64_t group) const {
+        for (int64_t i = from; i < to; i += 64) __builtin_prefetch(panel + group * bytes + i, 0, 2);
+    }
+};
+
 // Groups as they are packed.
 template <bool Q4>
 struct PackedGroups {
@@ -135,11 +161,6 @@ struct PackedGroups {
     INLINE_MEMBER Packed<Q4> weights(int64_t group) const { return {at(group)}; }
     INLINE_MEMBER vf scale(int64_t group, int v) const { return load((const uint16_t*)(at(group) + (Q4 ? 256 : 512)) + v * W); }
     INLINE_MEMBER vf minimum(int64_t group, int v) const { return load((const uint16_t*)(at(group) + 256) + PANEL + v * W); }
-    // Weights come from memory, once: the few microseconds of a panel are too short for a hardware prefetcher to run ahead.
-    INLINE_MEMBER void prefetch(int64_t group) const {
-        for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(at(group) + PREFETCH + i, 0, 3);
-    }
-    static constexpr int64_t PREFETCH = 8192;
 };
 
 // Groups unpacked to a buffer, from group `first` on.
@@ -151,29 +172,31 @@ struct UnpackedGroups {
     INLINE_MEMBER Unpacked weights(int64_t group) const { return {buffer + (group - first) * (GROUP * PANEL << WIDE)}; }
     INLINE_MEMBER vf scale(int64_t group, int v) const { return load(scaling[group - first].scale + v * W); }
     INLINE_MEMBER vf minimum(int64_t group, int v) const { return load(scaling[group - first].minimum + v * W); }
-    INLINE_MEMBER void prefetch(int64_t) const {}
 };
 
-// Groups [first, last) of T tokens. A function of its own each: inlined into one, their registers spill.
+// Groups [first, last) of T tokens. Sums wait in `sums` for groups that come later. A function of its own each: inlined into one,
+// their registers spill.
 template <int T, bool Q4, bool WIDE, class Groups>
-__attribute__((noinline)) static void rounded_tile(const Groups groups, const Activations& a, int64_t first, int64_t last, int64_t token,
-                                                   float* sums) {
+__attribute__((noinline)) static void rounded_tile(const Groups groups, const Ahead ahead, const Activations& a, int64_t first, int64_t last,
+                                                   int64_t token, const Target& target, float* sums) {
     constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
     const int64_t tokens = a.tokens;
     const float *scales = a.scales + token, *offsets = a.sums + token;
     const int32_t* counts = a.counts + token;
     const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
     vf acc[T][VECTORS];
-    if constexpr (HELD)
-        for (int t = 0; t < T; t++)
-            for (int v = 0; v < VECTORS; v++) acc[t][v] = load(sums + t * PANEL + v * W);
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < VECTORS; v++) {
+            if constexpr (HELD) acc[t][v] = first ? load(sums + t * PANEL + v * W) : splat(0.0f);
+            else if (!first) store(sums + t * PANEL + v * W, splat(0.0f));
+        }
     for (int64_t g = first; g < last; g++) {
         const int64_t at = g * tokens;
-        groups.prefetch(g);
+        ahead.ask(g);
         Dots<T> dots;
-        for (int t = 0; t < T; t++) dots.start(t, Q4 ? 0 : -128 * counts[at + t]);
+        for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : -128 * counts[at + t]);
         if constexpr (WIDE) add_16<T>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
-        else add_8<T>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
+        else add_8<T, Q4>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
         // Scales are read only after the dot products, which need the registers.
         Groups now = groups;
         if constexpr (!HELD) asm volatile("" : "+m"(now));
@@ -189,23 +212,31 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ac
             }
         }
     }
-    if constexpr (HELD)
-        for (int t = 0; t < T; t++)
-            for (int v = 0; v < VECTORS; v++) store(sums + t * PANEL + v * W, acc[t][v]);
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < VECTORS; v++) {
+            const vf sum = HELD ? acc[t][v] : load(sums + t * PANEL + v * W);
+            if (last == a.groups) target.write(token + t, v, sum);
+            else if (HELD) store(sums + t * PANEL + v * W, sum);
+        }
 }
 
 template <bool Q4, bool WIDE, class Groups>
-INLINE void rounded_tiles(const Groups& groups, const Activations& a, int64_t first, int64_t last, int64_t token, int64_t tokens, float* sums) {
-    for (; tokens >= TILE; tokens -= TILE, token += TILE, sums += TILE * PANEL)
-        rounded_tile<TILE, Q4, WIDE>(groups, a, first, last, token, sums);
-    if (TILE > 4 && tokens >= 4) {
-        rounded_tile<4, Q4, WIDE>(groups, a, first, last, token, sums);
-        tokens -= 4, token += 4, sums += 4 * PANEL;
-    }
+INLINE void rounded_tiles(const Groups& groups, Ahead ahead, const Activations& a, int64_t first, int64_t last, int64_t token, int64_t tokens,
+                          const Target& target, float* sums) {
+    const int64_t share = ceil_div(ceil_div(ahead.bytes, 64), ceil_div(tokens, TILE)) * 64;
+    const auto tile = [&](auto width) {
+        constexpr int T = decltype(width)::value;
+        ahead.to = ahead.from + share < ahead.bytes ? ahead.from + share : ahead.bytes;
+        rounded_tile<T, Q4, WIDE>(groups, ahead, a, first, last, token, target, sums);
+        ahead.from = ahead.to;
+        tokens -= T, token += T, sums += T * PANEL;
+    };
+    while (tokens >= TILE) tile(std::integral_constant<int, TILE>());
+    if (TILE > 4 && tokens >= 4) tile(std::integral_constant<int, 4>());
     switch (tokens) {
-        case 3: return rounded_tile<3, Q4, WIDE>(groups, a, first, last, token, sums);
-        case 2: return rounded_tile<2, Q4, WIDE>(groups, a, first, last, token, sums);
-        case 1: return rounded_tile<1, Q4, WIDE>(groups, a, first, last, token, sums);
+        case 3: return tile(std::integral_constant<int, 3>());
+        case 2: return tile(std::integral_constant<int, 2>());
+        case 1: return tile(std::integral_constant<int, 1>());
         default: return;
     }
 }
@@ -213,53 +244,49 @@ INLINE void rounded_tiles(const Groups& groups, const Activations& a, int64_t fi
 constexpr int64_t UNPACK_FROM = TILE + 1;  // tokens that a detour through memory pays for
 
 template <bool Q4, bool WIDE>
-static void rounded_panel(const uint8_t* panel, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
+static void rounded_panel(const uint8_t* panel, const Activations& a, int64_t begin, int64_t tokens, const Target& target) {
+    alignas(64) float sums[TOKEN_BLOCK * PANEL];
     const PackedGroups<Q4> packed = {panel};
-    if (tokens < UNPACK_FROM) return rounded_tiles<Q4, WIDE>(packed, a, 0, a.groups, begin, tokens, sums);
+    constexpr int64_t BYTES = PackedGroups<Q4>::BYTES;
+    // A panel of few tokens is over in a microsecond: farther ahead than the next one, where that is short.
+    if (tokens < UNPACK_FROM) return rounded_tiles<Q4, WIDE>(packed, {panel + 8192, BYTES, 0, 0}, a, 0, a.groups, begin, tokens, target, sums);
     constexpr int64_t MOST = WIDE ? 24 : 32;  // groups that the first-level cache holds unpacked
     alignas(64) uint8_t buffer[MOST * (GROUP * PANEL << WIDE)];
     Scaling scaling[MOST];
     const int64_t parts = ceil_div(a.groups, MOST), part = parts ? ceil_div(a.groups, parts) : 0;
+    const Ahead ahead = {packed.at(a.groups), BYTES, 0, 0};
     for (int64_t first = 0; first < a.groups; first += part) {
         const int64_t last = first + part < a.groups ? first + part : a.groups;
         for (int64_t g = first; g < last; g++) {
-            packed.prefetch(g);
             unpack<Q4, WIDE>(packed.at(g), buffer + (g - first) * (GROUP * PANEL << WIDE));
             for (int v = 0; v < VECTORS; v++) {
                 store(scaling[g - first].scale + v * W, packed.scale(g, v));
                 if (Q4) store(scaling[g - first].minimum + v * W, packed.minimum(g, v));
             }
         }
-        rounded_tiles<Q4, WIDE>(UnpackedGroups<WIDE>{buffer, scaling, first}, a, first, last, begin, tokens, sums);
+        rounded_tiles<Q4, WIDE>(UnpackedGroups<WIDE>{buffer, scaling, first}, ahead, a, first, last, begin, tokens, target, sums);
     }
 }
 
 // ---- a panel
 
-static void write_panel(const float* sums, int64_t tokens, float* out, int64_t ldo, const float* bias, int lanes) {
-    for (int64_t t = 0; t < tokens; t++, sums += PANEL, out += ldo) {
-        if (bias) {
-            for (int i = 0; i < lanes; i++) out[i] = sums[i] + bias[i];
-        } else if (lanes == PANEL) {
-            memcpy(out, sums, PANEL * 4);
-        } else {
-            memcpy(out, sums, (size_t)lanes * 4);
-        }
-    }
+static void float_panel(int32_t kind, const uint8_t* panel, const Activations& a, int64_t begin, int64_t tokens, const Target& target) {
+    alignas(64) float sums[TOKEN_BLOCK * PANEL];
+    memset(sums, 0, (size_t)tokens * PANEL * 4);
+    for (int64_t g = 0; g < a.groups; g++) float_group(kind, panel, g, a, begin, tokens, sums);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int v = 0; v < VECTORS; v++) target.write(begin + t, v, load(sums + t * PANEL + v * W));
 }
 
 static void panel(int32_t kind, const uint8_t* panel, const Activations& a, int64_t begin, int64_t end, float* out, int64_t ldo,
                   const float* bias, int lanes) {
-    alignas(64) float sums[TOKEN_BLOCK * PANEL];
     const bool rounded = a.rounding != ROUND_NOT, wide = a.rounding == ROUND_16;
-    const int64_t tokens = end - begin;
-    memset(sums, 0, (size_t)tokens * PANEL * 4);
-    if (rounded && kind == KIND_Q4 && wide) rounded_panel<true, true>(panel, a, begin, tokens, sums);
-    else if (rounded && kind == KIND_Q4) rounded_panel<true, false>(panel, a, begin, tokens, sums);
-    else if (rounded && kind == KIND_Q8) rounded_panel<false, true>(panel, a, begin, tokens, sums);  // which never takes 8 bits
-    else
-        for (int64_t g = 0; g < a.groups; g++) float_group(kind, panel, g, a, begin, tokens, sums);
-    write_panel(sums, tokens, out + begin * ldo, ldo, bias, lanes);
+    const Target target = {out, ldo, bias, lanes};
+    if (rounded && kind == KIND_Q4 && wide) rounded_panel<true, true>(panel, a, begin, end - begin, target);
+    else if (rounded && kind == KIND_Q4) rounded_panel<true, false>(panel, a, begin, end - begin, target);
+    else if (rounded && kind == KIND_Q8 && wide) rounded_panel<false, true>(panel, a, begin, end - begin, target);
+    else if (rounded && kind == KIND_Q8) rounded_panel<false, false>(panel, a, begin, end - begin, target);
+    else float_panel(kind, panel, a, begin, end - begin, target);
 }
 
 }  // namespace LEVEL

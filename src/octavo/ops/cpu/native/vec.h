@@ -30,6 +30,17 @@ INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat(int32_t x) { return x - vi{}; }
 INLINE vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+// The first `count` lanes; the others are zero, or not written.
+INLINE vf load_part(const float* p, int count) {
+    float lanes[W] = {};
+    memcpy(lanes, p, (size_t)count * 4);
+    return load(lanes);
+}
+INLINE void store_part(float* p, vf v, int count) {
+    float lanes[W];
+    store(lanes, v);
+    memcpy(p, lanes, (size_t)count * 4);
+}
 INLINE vi bits(vf v) { return (vi)v; }
 INLINE vf floats(vi v) { return (vf)v; }
 INLINE vf select(vi mask, vf yes, vf no) { return floats((mask & bits(yes)) | (~mask & bits(no))); }
@@ -72,20 +83,23 @@ INLINE vi swap_middle(vi v) {
 #endif
 }
 
-INLINE float reduce_add(vf v) {
-    float lanes[W], sum = 0;
+INLINE float reduce_add(vf v) {  // halves upon halves, at every level
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+    const __m256 half = (__m256)v;
+#endif
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+#else
+    float lanes[W];
     store(lanes, v);
     for (int half = W / 2; half; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    sum = lanes[0];
-    return sum;
-}
-INLINE float reduce_max(vf v) {  // NaN if any lane is
-    float lanes[W];
-    store(lanes, v);
-    float most = lanes[0];
-    for (int i = 1; i < W; i++) most = most > lanes[i] || most != most ? most : lanes[i];
-    return most;
+    return lanes[0];
+#endif
 }
 
 // Of lanes none of which is NaN.
@@ -99,7 +113,9 @@ INLINE float largest_lane(vf v) {
 #elif defined(__ARM_NEON)
     return vmaxvq_f32((float32x4_t)v);
 #else
-    return reduce_max(v);
+    float most = v[0];
+    for (int i = 1; i < W; i++) most = most > v[i] ? most : v[i];
+    return most;
 #endif
 }
 INLINE int32_t reduce_add(vi v) {
@@ -117,7 +133,16 @@ INLINE int32_t reduce_add(vi v) {
     return sum;
 #endif
 }
-INLINE bool any_nan(vf v) { return reduce_add(v != v) != 0; }
+INLINE bool any_nan(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, (__m256)v, _CMP_UNORD_Q));
+#else
+    return reduce_add(v != v) != 0;
+#endif
+}
+INLINE float reduce_max(vf v) { return any_nan(v) ? __builtin_nanf("") : largest_lane(v); }  // NaN if any lane is
 
 // float16 <-> float32. The general way: shift into place and rescale, which also normalises subnormals.
 INLINE vf load(const uint16_t* p) {
