@@ -127,9 +127,9 @@ def peer(folder: str) -> dict[str, Any]:
     return {"peer": json.loads(done.stdout.splitlines()[-1])} if done.returncode == 0 else {}
 
 
-def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
+def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] | config))
         start = time.perf_counter()
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, **settings}
         with LLM(folder, **options) as llm:
@@ -337,15 +337,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
+    parser.add_argument("--config", default="{}", help='JSON: more of config.json, such as {"quantization_config": {...}}.')
     parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_throughput.json")
     options = parser.parse_args()
     results = {}
     for shape in options.shapes:
-        results[shape] = measure(shape, json.loads(options.settings), options.parts, options.profile)
+        results[shape] = measure(shape, json.loads(options.config), json.loads(options.settings), options.parts, options.profile)
         show(shape, results[shape])
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_json(options.output, {"bench": "gpu_throughput", "date": date, "results": results, "environment": environment()})
+    asked = {"config": json.loads(options.config), "settings": json.loads(options.settings)}
+    write_json(options.output, {"bench": "gpu_throughput", "date": date, **asked, "results": results, "environment": environment()})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention.base import Calibrated, GraphShape, KvScales
+from octavo.attention.base import Calibrated, GraphShape, KindTables, KvScales
 from octavo.attention.kinds import CacheKinds
 from octavo.attention.kv_calibration import ENOUGH_STEPS, ENOUGH_TOKENS, KvCalibration, scale_for
 from octavo.attention.reference import ReferenceAttention
@@ -152,7 +152,7 @@ def test_a_plan_made_before_reads_the_scales_found_after(device: torch.device) -
     tables[:3] = batch.block_tables
     slots = torch.zeros(5, dtype=torch.int64, device=device)
     slots[:3] = batch.cache_slots
-    captured = backend.graph_attend(torch.from_numpy(out).to(device), shape, tables, slots)
+    captured = backend.graph_attend(torch.from_numpy(out).to(device), shape, [KindTables(tables, slots)])
     assert backend.calibration is not None
     backend.calibration.begin()
     play(backend, [200.0, 200.0, 200.0], device, watched=2)
