@@ -145,9 +145,9 @@ def peer(folder: str) -> dict[str, Any]:
     return {"peer": json.loads(done.stdout.splitlines()[-1])} if done.returncode == 0 else {}
 
 
-def measure(shape: str, settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
+def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]))
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] | config))
         start = time.perf_counter()
         options = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN, **settings}
         with LLM(folder, **options) as llm:
@@ -360,6 +360,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1, help="how many share each layer")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
+    parser.add_argument("--config", default="{}", help='JSON: more of config.json, such as {"quantization_config": {...}}.')
     parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu_throughput.json, or gpu_throughput_N.json for N GPUs")
     options = parser.parse_args()
@@ -369,10 +370,11 @@ def main() -> None:
     output = options.output or Path(__file__).parent / "results" / f"gpu_throughput{'' if gpus == 1 else f'_{gpus}'}.json"
     results = {}
     for shape in options.shapes or USUAL.get(gpus, USUAL[2]):
-        results[shape] = measure(shape, settings, options.parts, options.profile)
+        results[shape] = measure(shape, json.loads(options.config), settings, options.parts, options.profile)
         show(shape, results[shape], gpus)
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_json(output, {"bench": "gpu_throughput", "date": date, "gpus": gpus, "results": results, "environment": environment()})
+    asked = {"gpus": gpus, "config": json.loads(options.config), "settings": settings}
+    write_json(output, {"bench": "gpu_throughput", "date": date, **asked, "results": results, "environment": environment()})
 
 
 if __name__ == "__main__":
