@@ -15,7 +15,7 @@ GPU_PYTHON ?= python3
 GPU_SITE := .gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format unit docs bench sanitize emulate-arm gpu-wheels gpu-site gpu-test gpu-bench clean
+.PHONY: help serve chat setup test lint format unit docs bench sanitize emulate-arm gpu-wheels gpu-site gpu-test gpu-bench gpu-bench-2 clean
 
 help:
 	@echo "make serve      serve the bundled model on port $(PORT) (PORT=, MODEL=, ARGS=)"
@@ -26,6 +26,7 @@ help:
 	@echo "make docs       write docs/configuration.md from the code"
 	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=, OPENVINO_PYTHON= add peers)"
 	@echo "make gpu-test   GPU tests with the python3 that is there; make gpu-bench measures"
+	@echo "make gpu-bench-2  the same over two GPUs: sums between them, 8B and 70B"
 	@echo "make clean      remove the environment and caches"
 
 # The stamps hold when the environment matches pyproject.toml, so that a second run starts at once.
@@ -100,6 +101,11 @@ gpu-bench: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_attention.py
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_step.py
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py $(ARGS)
+
+# Two GPUs of one host: which way sums go, by size, and what models over both of them do.
+gpu-bench-2: gpu-site
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.gpu_all_reduce --gpus 2 --write-table
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py --gpus 2 --parts latency throughput start $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(GPU_SITE) build dist src/*.egg-info compat/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

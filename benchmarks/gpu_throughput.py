@@ -6,6 +6,7 @@ prompt. The table sets each number beside the floor (bytes at the card's read ba
 vLLM's on the same card. transformers' own continuous batching runs live, on a smaller load that both get.
 
     make gpu-bench [ARGS="--shapes qwen3-0.6b llama-3.1-8b --profile"]
+    make gpu-bench-2                     8B and 70B over two GPUs
 """
 
 from __future__ import annotations
@@ -64,9 +65,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+SHAPES["llama-3.1-70b"] = {
+    **SHAPES["llama-3.1-8b"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+USUAL = {1: ("qwen3-0.6b", "llama-3.1-8b"), 2: ("llama-3.1-8b", "llama-3.1-70b")}
+"""GPUs -> shapes that are measured on so many."""
 PEER_LOAD = (64, Span(100, 1024), 128)
 """Requests, prompt tokens, output tokens of the load that transformers gets too."""
-REQUESTS = {"qwen3-0.6b": 256, "llama-3.1-8b": 512}
+REQUESTS = {"qwen3-0.6b": 256, "llama-3.1-8b": 512, "llama-3.1-70b": 256}
 MAX_MODEL_LEN = 8448
 PARTS = ("latency", "first", "throughput", "start", "peer")
 
@@ -75,11 +85,17 @@ FLOORS = {
     "llama-3.1-8b": {"seconds": 18.5, "tpot_1_ms": 3.3, "tpot_32_ms": 3.4, "first_8k_ms": 186.0},
 }
 """One H200: bytes at 4.55 TB/s, arithmetic at 790 TFLOP/s."""
-VLLM = {
-    "qwen3-0.6b": {"seconds": 5.70, "start_s": 83.0},
-    "llama-3.1-8b": {"seconds": 25.4, "tpot_1_ms": 4.94, "tpot_32_ms": 5.56, "ttft_32_ms": 98.0, "first_8k_ms": 210.0, "start_s": 76.0},
+VLLM: dict[int, dict[str, dict[str, float]]] = {
+    1: {
+        "qwen3-0.6b": {"seconds": 5.70, "start_s": 83.0},
+        "llama-3.1-8b": {"seconds": 25.4, "tpot_1_ms": 4.94, "tpot_32_ms": 5.56, "ttft_32_ms": 98.0, "first_8k_ms": 210.0, "start_s": 76.0},
+    },
+    2: {
+        "llama-3.1-8b": {"seconds": 15.0, "tpot_1_ms": 3.50},
+        "llama-3.1-70b": {"seconds": 49.7, "tpot_1_ms": 20.6, "tpot_32_ms": 21.5, "start_s": 111.0},
+    },
 }
-"""vLLM 0.26.0 on the same card, same workload, its defaults; start is process start to ready with a warm page cache."""
+"""GPUs -> vLLM 0.26.0 on the same cards, same workload, its defaults; start is process start to ready with a warm page cache."""
 
 PROFILED = ((1, 300, 40), (32, 300, 40), (64, 300, 40), (256, 700, 60), (1, 8192, 1), (1, 128, 1))
 """(requests, prompt tokens, output tokens)"""
@@ -87,16 +103,18 @@ PROFILED = ((1, 300, 40), (32, 300, 40), (64, 300, 40), (256, 700, 60), (1, 8192
 FIRST_TOKEN = """
 import json, sys
 from octavo import LLM, SamplingParams
-llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=int(sys.argv[2]))
+settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", **json.loads(sys.argv[2])}
+llm = LLM(sys.argv[1], **settings)
 llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 print(json.dumps({p.name: round(p.seconds, 2) for p in llm.ready_report.phases}), flush=True)
 """
 
 
-def cold_start(folder: str) -> dict[str, Any]:
+def cold_start(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Seconds from the start of a new process to its first token, with the kernels compiled before."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", FIRST_TOKEN, folder, str(MAX_MODEL_LEN)], stdout=subprocess.PIPE, text=True)
+    given = json.dumps({"max_model_len": MAX_MODEL_LEN, **settings})
+    process = subprocess.Popen([sys.executable, "-c", FIRST_TOKEN, folder, given], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     seconds = time.perf_counter() - start
@@ -135,6 +153,9 @@ def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts:
         with LLM(folder, **options) as llm:
             ready = llm.ready_report
             result: dict[str, Any] = {"load_s": time.perf_counter() - start, "phases_s": {p.name: p.seconds for p in ready.phases}}
+            if ready.sums:
+                result["sums"] = ready.sums
+                print(f"{shape}: {ready.sums}", flush=True)
             if "latency" in parts:
                 for batch in (1, 32):
                     first, gap = latency(llm, batch)
@@ -150,7 +171,7 @@ def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts:
             if profile:
                 result["profile"] = [profiled(llm, *case) for case in PROFILED]
         if "start" in parts:
-            result |= cold_start(folder)
+            result |= cold_start(folder, settings)
         if "peer" in parts:
             result |= peer(folder)
     return result
@@ -290,7 +311,7 @@ def profiled(llm: LLM, rows: int, prompt: int, steps: int) -> dict[str, Any]:
     }
 
 
-def show(shape: str, result: dict[str, Any]) -> None:
+def show(shape: str, result: dict[str, Any], gpus: int) -> None:
     rows = [
         ("start to first token, s", "start_s", ""),
         ("batch 1, ms a token", "tpot_1_ms", ""),
@@ -302,7 +323,8 @@ def show(shape: str, result: dict[str, Any]) -> None:
     for label, key, peer_key in rows:
         if key not in result:
             continue
-        value, floor, peer = result[key], FLOORS[shape].get(key), VLLM[shape].get(peer_key or key)
+        floor = FLOORS[shape].get(key) if gpus == 1 else None
+        value, peer = result[key], VLLM.get(gpus, {}).get(shape, {}).get(peer_key or key)
         cells = [f"{value:>10.3f}", f"{floor:>9.2f}{value / floor:>9.2f}" if floor else " " * 18]
         print(f"{label:<28}{''.join(cells)}{f'{peer:>9.2f}{value / peer:>9.2f}' if peer else ''}")
     if "between_steps_64" in result:
@@ -334,20 +356,25 @@ def show(shape: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="GPU throughput and latency with random weights.")
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default: those for so many GPUs")
+    parser.add_argument("--gpus", type=int, default=1, help="how many share each layer")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
     parser.add_argument("--config", default="{}", help='JSON: more of config.json, such as {"quantization_config": {...}}.')
     parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_throughput.json")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu_throughput.json, or gpu_throughput_N.json for N GPUs")
     options = parser.parse_args()
+    gpus, settings = options.gpus, json.loads(options.settings)
+    if gpus > 1:
+        settings |= {"tensor_parallel_size": gpus}
+    output = options.output or Path(__file__).parent / "results" / f"gpu_throughput{'' if gpus == 1 else f'_{gpus}'}.json"
     results = {}
-    for shape in options.shapes:
-        results[shape] = measure(shape, json.loads(options.config), json.loads(options.settings), options.parts, options.profile)
-        show(shape, results[shape])
+    for shape in options.shapes or USUAL.get(gpus, USUAL[2]):
+        results[shape] = measure(shape, json.loads(options.config), settings, options.parts, options.profile)
+        show(shape, results[shape], gpus)
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    asked = {"config": json.loads(options.config), "settings": json.loads(options.settings)}
-    write_json(options.output, {"bench": "gpu_throughput", "date": date, **asked, "results": results, "environment": environment()})
+    asked = {"gpus": gpus, "config": json.loads(options.config), "settings": settings}
+    write_json(output, {"bench": "gpu_throughput", "date": date, **asked, "results": results, "environment": environment()})
 
 
 if __name__ == "__main__":

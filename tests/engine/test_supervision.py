@@ -245,7 +245,7 @@ async def test_an_engine_that_cannot_start_says_why(builder: str, error: type[Ex
 
 
 async def test_progress_reaches_the_parent() -> None:
-    os.environ["PYTHONPATH"] = ROOT
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(ROOT) / "src"), ROOT])  # and what later tests start is this tree too
     client = ProcessClient(tiny_config(), builder="tests.support.scripted_engine:build")
     seen: list[tuple[str, int, int]] = []
     try:

@@ -70,7 +70,7 @@ def expected(prompt: list[int], max_tokens: int = 40, seed: int = 7, index: int 
 @asynccontextmanager
 async def scripted_client(config: EngineConfig, *, builder: str = SCRIPTED, **options: Any) -> AsyncIterator[ProcessClient]:
     """A started client; its engine process is gone afterwards."""
-    os.environ["PYTHONPATH"] = ROOT
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(ROOT) / "src"), ROOT])  # and what later tests start is this tree too
     client = ProcessClient(config, builder=builder, **options)
     try:
         await client.start()

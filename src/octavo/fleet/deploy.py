@@ -88,7 +88,9 @@ def deploy(args: EngineArgs, server: ServerSettings, fleet: FleetSettings, *, sa
         words = _last_line(str(e)).rpartition("Exception: ")[2]
         hint = " Give this one another --root-path." if "refix" in words else ""
         raise ConfigError(f"Ray Serve does not take the fleet {fleet.fleet_name}: {words}{hint}") from None
-    say(f"{'Updating' if before else 'Starting'} the fleet {fleet.fleet_name}: {counted(fleet.min_replicas)} of {args.model}")
+    say(
+        f"{'Updating' if before else 'Starting'} the fleet {fleet.fleet_name}: {counted(fleet.min_replicas)} of {args.model or 'the bundled model'}"
+    )
     ready = _wait(fleet, before, say)
     return Fleet(fleet.fleet_name, _url(server, route), ready.running, fleet.most_replicas)
 

@@ -20,6 +20,7 @@ from octavo.errors import EngineDead
 from octavo.fleet.call import Call, ReplyHead, make_call
 from octavo.fleet.metrics import merged
 from octavo.frontend.http.errors import BadBody, ErrorReply, describe
+from octavo.frontend.http.middleware import route_path
 from octavo.frontend.http.sse import OPENAI_STYLE
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class FleetIngress:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        path = request.scope["path"]
+        path = route_path(request.scope)
         try:
             body = await self._body(request)
         except BadBody as e:
@@ -58,7 +59,7 @@ class FleetIngress:
             return Response(status_code=499)
         client = (request.client.host, request.client.port) if request.client else None
         headers = [(name.lower(), value) for name, value in request.scope["headers"] if name.lower() not in _HOP]
-        call = make_call(request.method, path, request.scope["query_string"], headers, body, client)
+        call = make_call(request.method, request.scope["path"], request.scope["query_string"], headers, body, client)
         if path == "/metrics" and request.method == "GET":
             return Response(await self._metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
         if path in ABORTS and request.method == "POST":
