@@ -51,15 +51,13 @@ extern "C" void run(const Args* p, const Map* map, int x, int y, int z) {{
     return ctypes.CDLL(f"{place}.so")
 
 
-def emulate(
-    x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning, x_scales: torch.Tensor | None = None
-) -> torch.Tensor:
+def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
     """As `octavo.ops.cuda.low_bit.multiply`."""
-    out = torch.full((len(x), weight.out_features), torch.nan, dtype=torch.float16 if form.half else torch.bfloat16)
+    out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
     elements, tiles = workspace_size(len(x), weight.out_features, tuning)
     workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
     layout = low_bit_layout(weight)
-    packed: Arguments = arguments(x, weight, layout, bias, out, workspace, x_scales)
+    packed: Arguments = arguments(x, weight, layout, bias, out, workspace)
     box = Map(*vars(box_of(weight, form, tuning, layout.inner)).values())
     _library(form, tuning, layout.inner).run(ctypes.byref(packed), ctypes.byref(box), *grid_of(len(x), weight.out_features, tuning, 3))
     assert workspace is None or not workspace.counters.any()

@@ -191,21 +191,11 @@ INLINE int round_to_int(float x) { return std::isnan(x) ? 0 : (int)std::nearbyin
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
 INLINE u32 as_bits(float x) { return bits(x); }
 
-static float from_float8(u8 x) {
-  int e = x >> 3 & 15, m = x & 7;
-  float r = (x & 127) == 127 ? NAN : e ? std::ldexp(8.0f + m, e - 10) : std::ldexp((float)m, -9);
-  return x & 128 ? -r : r;
-}
-
 #if WARPGROUP
 INLINE void publish_to_tensor_cores() {}
 INLINE void begin_products() {}
 INLINE void close_products() {}
 INLINE void wait_for_products() {}
-static float float8_a(int row, int k) {
-  Lane& l = lanes[current / 32 * 32 + (row & 7) * 4 + k % 16 / 4];
-  return from_float8(l.a[(row >> 3) + (k >> 4) * 2] >> k % 4 * 8);
-}
 static u16 swizzled(u32 tile, int row, int byte) {
   u16 r;
   memcpy(&r, shared_memory + tile + row * 128 + (byte ^ (row % 8 * 16)), 2);
@@ -219,10 +209,7 @@ INLINE void warpgroup_mma(float (&d)[ROWS / 2], const u32 (&a)[4], u32 tile, int
   for (int i = 0; i < ROWS / 2; i++) {
     int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
     float sum = 0;
-    if (X8)
-      for (int k = 0; k < 32; k++) sum += float8_a(row, k) * from_float8(swizzled(tile, column, byte + k & ~1) >> (k & 1) * 8);
-    else
-      for (int k = 0; k < 16; k++) sum += operand_a(lane, row, k) * widened(swizzled(tile, column, byte + 2 * k));
+    for (int k = 0; k < 16; k++) sum += operand_a(lane, row, k) * widened(swizzled(tile, column, byte + 2 * k));
     d[i] += sum;
   }
   warp_barrier();

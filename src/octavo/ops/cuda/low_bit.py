@@ -44,8 +44,6 @@ class Form:
     scales: bool
     zeros: bool
     bias: bool
-    x8: bool = False
-    """x is float8 too, with a scale a row."""
 
     @property
     def halves(self) -> bool:
@@ -71,13 +69,7 @@ class Form:
             "GROUP": self.group,
             "BIAS": self.bias,
         }
-        types = {
-            "SCALE_TYPE": self.scale_type,
-            "SCALE_TYPE_TABLE": self.table_type,
-            "SCALES": self.scales,
-            "ZEROS": self.zeros,
-            "X8": self.x8,
-        }
+        types = {"SCALE_TYPE": self.scale_type, "SCALE_TYPE_TABLE": self.table_type, "SCALES": self.scales, "ZEROS": self.zeros}
         return {name: int(value) for name, value in (numbers | types).items()}
 
 
@@ -173,7 +165,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
     """
     if not 0 < rows <= MOST_ROWS:
         return None
-    if rows <= _STREAM_ROWS and not form.x8:
+    if rows <= _STREAM_ROWS:
         chunks, words = inner // form.chunk, form.chunk // 8
         for split in (1, 2, 4, 8):
             per_warp = -(-chunks // (16 * split))
@@ -186,16 +178,16 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
     tiles, split = across * -(-rows // tile), 1
     while split < 4 and tiles * split < (240 if inner > 8192 else 120) * sms // 132 and inner >= 8 * split * form.chunk:
         split *= 2
-    return Tiles(tile, 2, split, 8 if form.x8 else 3, (3 if tile <= 32 else 2) if form.x8 else 2 if tile <= 64 else 1)
+    return Tiles(tile, 2, split, 3, 2 if tile <= 64 else 1)
 
 
 class Arguments(ctypes.Structure):
     """`Args` of `kernels/low_bit.h`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "x_scales", "scales", "zeros", "table", "bias", "out", "parts", "counters")),
+        *((name, ctypes.c_void_p) for name in ("x", "scales", "zeros", "table", "bias", "out", "parts", "counters")),
         *((name, ctypes.c_int) for name in ("rows", "columns", "inner", "x_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("scale_group_stride", "scale_row_stride", "table_stride", "x_scale_stride")),
+        *((name, ctypes.c_int) for name in ("scale_group_stride", "scale_row_stride", "table_stride")),
     ]
 
 
@@ -243,22 +235,18 @@ def source(form: Form, tuning: Tuning, inner: int, machine: str) -> str:
 def device_source(form: Form, tuning: Tuning, inner: int) -> str:
     machine = (_SOURCES / "simt.h").read_text()
     if isinstance(tuning, Tiles):
-        machine += _warpgroup_mma(tuning.rows, form)
+        machine += _warpgroup_mma(tuning.rows, half=form.half)
     return source(form, tuning, inner, machine)
 
 
-def _warpgroup_mma(rows: int, form: Form) -> str:
-    """d [64, rows] += a [64, k] @ x[rows, k].T, a from registers, x from shared memory, spread over a warpgroup's lanes.
-
-    k: 16, of float8 32.
-    """
-    count, dtype = rows // 2, "e4m3" if form.x8 else "f16" if form.half else "bf16"
-    inner, end = ("k32", "1, 1, 1") if form.x8 else ("k16", "1, 1, 1, 0")
+def _warpgroup_mma(rows: int, *, half: bool) -> str:
+    """d [64, rows] += a [64, 16] @ x[rows, 16].T, a from registers, x from shared memory, spread over a warpgroup's lanes."""
+    count, dtype = rows // 2, "f16" if half else "bf16"
     sums, operands = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(d[{i}])' for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     return f"""
 INLINE void warpgroup_mma(float (&d)[{count}], const u32 (&a)[4], u32 tile, int byte) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{rows}{inner}.f32.{dtype}.{dtype} {{{sums}}}, {{{a}}}, %{count + 4}, {end};"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{dtype}.{dtype} {{{sums}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"
                : {operands}
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand(tile, byte)));
 }}
@@ -266,20 +254,14 @@ INLINE void warpgroup_mma(float (&d)[{count}], const u32 (&a)[4], u32 tile, int 
 
 
 def arguments(
-    x: torch.Tensor,
-    weight: LowBit,
-    layout: LowBitLayout,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    workspace: SkinnyWorkspace | None,
-    x_scales: torch.Tensor | None = None,
+    x: torch.Tensor, weight: LowBit, layout: LowBitLayout, bias: torch.Tensor | None, out: torch.Tensor, workspace: SkinnyWorkspace | None
 ) -> Arguments:
     def address(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
 
+    size = x.element_size()
     return Arguments(
         x=x.data_ptr(),
-        x_scales=address(x_scales),
         scales=address(layout.scales),
         zeros=address(layout.zeros),
         table=address(layout.table),
@@ -290,12 +272,11 @@ def arguments(
         rows=x.shape[0],
         columns=weight.out_features,
         inner=layout.inner,
-        x_stride=x.stride(0) * x.element_size(),
-        out_stride=out.stride(0) * out.element_size(),
+        x_stride=x.stride(0) * size,
+        out_stride=out.stride(0) * size,
         scale_group_stride=layout.scale_group_stride,
         scale_row_stride=layout.scale_row_stride,
         table_stride=0 if layout.table is None or len(layout.table) == 1 else layout.table.stride(0),
-        x_scale_stride=0 if x_scales is None or x_scales.numel() == 1 else 1,
     )
 
 
@@ -376,33 +357,25 @@ def _inner(tuning: Tuning, inner: int) -> int:
 
 
 def multiply(
-    x: torch.Tensor,
-    weight: LowBit,
-    bias: torch.Tensor | None,
-    form: Form,
-    tuning: Tuning,
-    workspace: SkinnyWorkspace | None,
-    x_scales: torch.Tensor | None = None,
+    x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning, workspace: SkinnyWorkspace | None
 ) -> torch.Tensor:
     """x @ weight.T + bias, without a table's outliers.
 
     Args:
-        x: [rows, inputs as they are stored], bf16 or fp16, or float8 where the form says so; rows contiguous, each at a multiple of
-            16 bytes.
-        bias: [out_features] of the result's dtype.
+        x: [rows, inputs as they are stored], bf16 or fp16; rows contiguous, each at a multiple of 16 bytes.
+        bias: [out_features] of x's dtype.
         form: `form_of` the weight.
         workspace: needed where the tuning splits.
-        x_scales: [rows, 1] or a single one, float32, of float8 inputs.
 
     Returns:
-        [rows, out_features] in the dtype of the form.
+        [rows, out_features] in x's dtype.
     """
     layout = low_bit_layout(weight)
-    out = torch.empty(x.shape[0], weight.out_features, dtype=torch.float16 if form.half else torch.bfloat16, device=x.device)
+    out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     elements, tiles = workspace_size(len(x), weight.out_features, tuning)
     assert not elements or (workspace is not None and len(workspace.parts) >= elements and len(workspace.counters) >= tiles)
     kernel = _kernel(form, tuning, _inner(tuning, layout.inner), x.device)
     box = box_of(weight, form, tuning, layout.inner)
     grid = grid_of(len(x), weight.out_features, tuning, sm_count(x.device))
-    kernel.launch(grid, arguments(x, weight, layout, bias, out, workspace, x_scales), _map(box))
+    kernel.launch(grid, arguments(x, weight, layout, bias, out, workspace), _map(box))
     return out

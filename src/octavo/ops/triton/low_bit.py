@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 
@@ -54,10 +53,6 @@ class LowBitLinear:
         layout, rows = low_bit_layout(weight), x.shape[0]
         if (native := self._native(weight, x.dtype, bias, rows)) is not None:
             try:
-                if native[0].x8:
-                    assert isinstance(weight, Float8Weight)
-                    codes, x_scales = round_rows(x, weight.activations)
-                    return cuda.multiply(codes, weight, bias, *native, x_scales)
                 return _with_outliers(weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, *native))
             except CompilerError as error:
                 logger.warning("A CUDA kernel for low-bit weights could not be compiled, slower ones take its place: %s", error)
@@ -83,10 +78,6 @@ class LowBitLinear:
             return None
         if (form := cuda.form_of(weight, dtype, bias=bias is not None)) is None:
             return None
-        if _rounds_inputs(weight) and rows > _MOST_ROWS_BEFORE_8_BITS:
-            if not form.wide or form.group:
-                return None
-            form = dataclasses.replace(form, x8=True)
         tuning = cuda.choice(form, weight.out_features, low_bit_layout(weight).inner, rows, sm_count(device))
         return None if tuning is None else (form, tuning, self._workspace)
 
@@ -110,20 +101,13 @@ class LowBitLinear:
 
 
 _MOST_ROWS_BEFORE_8_BITS = 16
-"""From here on, products of inputs rounded to 8 bits are faster, where a weight was made for them: of float8 by the CUDA C++ kernels,"""
-_MOST_ROWS_OF_FLOAT8 = 64
-"""which read the weight in more parts than cuBLAS does, up to here."""
-
-
-def _rounds_inputs(weight: LowBit) -> bool:
-    return isinstance(weight, (Int8Weight, Float8Weight)) and weight.activations.kind != "float"
+"""From here on, products of inputs rounded to 8 bits are faster, where a weight was made for them."""
 
 
 def _most_rows(weight: LowBit) -> int:
     """That the CUDA C++ kernels are asked for."""
-    if not _rounds_inputs(weight):
-        return cuda.MOST_ROWS
-    return _MOST_ROWS_OF_FLOAT8 if isinstance(weight, Float8Weight) else _MOST_ROWS_BEFORE_8_BITS
+    rounds = isinstance(weight, (Int8Weight, Float8Weight)) and weight.activations.kind != "float"
+    return _MOST_ROWS_BEFORE_8_BITS if rounds else cuda.MOST_ROWS
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,8 @@
 #define ZERO_BYTES (KIND == INT4 ? 1 : 2)
 #define SCALES_A_CHUNK (HALVES ? 2 : 1)
 
-// X8: x has been rounded to float8 as well, and what float8 makes with float8 is multiplied (`tiles` only).
-#define X_BYTES_EACH (X8 ? 1 : 2)
-
 struct Args {
   const u8* x;
-  const float* x_scales;  // X8
   const u8* scales;
   const u8* zeros;
   const u8* table;
@@ -38,7 +34,7 @@ struct Args {
   int* counters;
   int rows, columns, inner;
   int x_stride, out_stride;  // bytes
-  int scale_group_stride, scale_row_stride, table_stride, x_scale_stride;  // elements
+  int scale_group_stride, scale_row_stride, table_stride;  // elements
 };
 
 #if HALF
@@ -70,7 +66,8 @@ INLINE float load_scale(const u8* scales, long long at) {
 
 // What a lane knows of one of its rows, whatever the chunk.
 struct Row {
-  const u8 *scales, *zeros;  // of the first group
+  long long scale;
+  int number;
 #if KIND == TABLE
   u32 low[4], high[4];  // bytes of the 16 entries
 #endif
@@ -88,14 +85,13 @@ INLINE u16 load_entry(const Args& p, long long at) {
 
 INLINE Row row_of(const Args& p, int n) {
   Row row;
-  const int number = n < p.columns ? n : p.columns - 1;
-  row.scales = p.scales + (long long)(number / ROW_BLOCK) * p.scale_row_stride * SCALE_BYTES;
-  row.zeros = p.zeros + number * ZERO_BYTES;
+  row.number = n < p.columns ? n : p.columns - 1;
+  row.scale = (long long)(row.number / ROW_BLOCK) * p.scale_row_stride;
 #if KIND == TABLE
 UNROLL
   for (int i = 0; i < 4; i++) {
-    u32 a = load_entry(p, (long long)number * p.table_stride + 4 * i) | (u32)load_entry(p, (long long)number * p.table_stride + 4 * i + 1) << 16;
-    u32 b = load_entry(p, (long long)number * p.table_stride + 4 * i + 2) | (u32)load_entry(p, (long long)number * p.table_stride + 4 * i + 3) << 16;
+    u32 a = load_entry(p, (long long)row.number * p.table_stride + 4 * i) | (u32)load_entry(p, (long long)row.number * p.table_stride + 4 * i + 1) << 16;
+    u32 b = load_entry(p, (long long)row.number * p.table_stride + 4 * i + 2) | (u32)load_entry(p, (long long)row.number * p.table_stride + 4 * i + 3) << 16;
     row.low[i] = permute(a, b, 0x6420);
     row.high[i] = permute(a, b, 0x7531);
   }
@@ -136,11 +132,13 @@ INLINE int group_of(int chunk, int half) {
 INLINE void fetch_scales(Held& held, const Args& p, const Row& row, int chunk) {
 #if GROUPED
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++) held.scale[i] = load_scale(row.scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
+  for (int i = 0; i < SCALES_A_CHUNK; i++)
+    held.scale[i] = load_scale(p.scales, row.scale + (long long)group_of(chunk, i) * p.scale_group_stride);
 #endif
 #if ZEROS
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++) held.zero[i] = load_zero<false>(row.zeros, (u32)(group_of(chunk, i) * p.columns));
+  for (int i = 0; i < SCALES_A_CHUNK; i++)
+    held.zero[i] = load_zero<false>(p.zeros, (long long)group_of(chunk, i) * p.columns + row.number);
 #endif
 }
 

@@ -3,36 +3,36 @@
 // that one multiplies while another turns: a block that did both at once would need twice the registers.
 
 #define THREADS (128 * WARPGROUPS)
-#define TILE_BYTES (ROWS * 128)  // 64 inner elements of x, or (X8) as many with half of the bytes unused
+#define TILE_BYTES (ROWS * 128)  // 64 inner elements of x
 #define X_BYTES (TILE_BYTES * (CHUNK < 64 ? 1 : CHUNK / 64))
 #define W_BYTES (64 * WARPGROUPS * WIDTH)
-#define VECTORS_A_ROW (CHUNK * X_BYTES_EACH / 16)
+#define VECTORS_A_ROW (CHUNK / 8)
 #define VECTORS ((ROWS * VECTORS_A_ROW + THREADS - 1) / THREADS)  // that a thread moves
 #define TOGETHER (THREADS / VECTORS_A_ROW)                        // rows that all threads move at once
 
-// Which vectors of 16 bytes of x a thread moves: the same ones of every TOGETHERth row.
+// Which vectors of 8 inner elements of x a thread moves: the same ones of every TOGETHERth row.
 struct Mover {
   const u8* from;
   int row;
-  u32 to[2];  // of each half: the first word; the second lies 16 bytes on, before the exchange of pieces
+  u32 to[2];  // of each four: the first pair; the second lies 16 bytes on, before the exchange of pieces
 };
 
 INLINE Mover mover_of(const Args& p, int m0) {
   Mover mover;
-  const int k0 = thread_id() % VECTORS_A_ROW * (16 / X_BYTES_EACH), row = thread_id() / VECTORS_A_ROW;
-  mover.from = p.x + (long long)(m0 + row) * p.x_stride + X_BYTES_EACH * k0;
+  const int k0 = thread_id() % VECTORS_A_ROW * 8, row = thread_id() / VECTORS_A_ROW;
+  mover.from = p.x + (long long)(m0 + row) * p.x_stride + 2 * k0;
   mover.row = row;
 UNROLL
   for (int i = 0; i < 2; i++) {
-    const int k = k0 + (X8 ? 8 : 4) * i, byte = FOUR_BITS ? k / 64 * 32 + k % 32 : k;
-    const int quarter = byte / LOAD, step = X8 ? byte % LOAD / 8 : FOUR_BITS ? byte % LOAD / 4 * 2 + k % 64 / 32 : byte % LOAD / 4;
+    const int k = k0 + 4 * i, byte = FOUR_BITS ? k / 64 * 32 + k % 32 : k;
+    const int quarter = byte / LOAD, step = FOUR_BITS ? byte % LOAD / 4 * 2 + k % 64 / 32 : byte % LOAD / 4;
     mover.to[i] = step / 4 * TILE_BYTES + row * 128 + ((step % 4 * 32 + quarter * 4) ^ (row % 8 * 16));
   }
   return mover;
 }
 
 INLINE void fetch_x(U4 (&x)[VECTORS], const Args& p, const Mover& mover, int m0, int chunk) {
-  const u8* from = mover.from + (long long)chunk * (X_BYTES_EACH * CHUNK);
+  const u8* from = mover.from + (long long)chunk * (2 * CHUNK);
 UNROLL
   for (int i = 0; i < VECTORS; i++) {
     const int row = mover.row + i * TOGETHER;
@@ -56,9 +56,8 @@ UNROLL
 }
 
 // A chunk of 16 rows of W as operands.
-#define PRODUCTS (X8 ? STEPS / 2 : STEPS)
 struct Ready {
-  u32 a[PRODUCTS][4];
+  u32 a[STEPS][4];
 #if GROUPED
   float scale[2][SCALES_A_CHUNK];
 #endif
@@ -68,14 +67,9 @@ INLINE void prepare(Ready& ready, Held (&held)[2], const Row (&row)[2], u32 mask
   read_codes(held[0], codes);
   read_codes(held[1], codes + 8 * WIDTH);
 UNROLL
-  for (int step = 0; step < PRODUCTS; step++) {
-#if X8
-    ready.a[step][0] = held[0].w.v[2 * step], ready.a[step][2] = held[0].w.v[2 * step + 1];
-    ready.a[step][1] = held[1].w.v[2 * step], ready.a[step][3] = held[1].w.v[2 * step + 1];
-#else
+  for (int step = 0; step < STEPS; step++) {
     decode(ready.a[step][0], ready.a[step][2], held[0], row[0], mask, step);
     decode(ready.a[step][1], ready.a[step][3], held[1], row[1], mask, step);
-#endif
   }
 #if GROUPED
 UNROLL
@@ -151,7 +145,7 @@ UNROLL
 #endif
       begin_products();
 UNROLL
-      for (int step = 0; step < PRODUCTS; step++) {
+      for (int step = 0; step < STEPS; step++) {
         const u32 tile = x_at + d * X_BYTES + step / 4 * TILE_BYTES;
 #if GROUPED
         warpgroup_mma(sums[HALVES ? step & 1 : 0], ready.a[step], tile, step % 4 * 32);
@@ -175,16 +169,9 @@ UNROLL
   }
 
 #if SCALES && !GROUPED
-  const float factor[2] = {load_scale(row[0].scales, 0), load_scale(row[1].scales, 0)};
+  const float factor[2] = {load_scale(p.scales, row[0].scale), load_scale(p.scales, row[1].scale)};
 UNROLL
   for (int i = 0; i < ROWS / 2; i++) acc[i] *= factor[i >> 1 & 1];
-#endif
-#if X8
-UNROLL
-  for (int i = 0; i < ROWS / 2; i++) {
-    const int m = m0 + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-    if (m < p.rows) acc[i] *= p.x_scales[(long long)m * p.x_scale_stride];
-  }
 #endif
   const int tile = block_x() + block_z() * blocks_x();
   float* part = p.parts + ((long long)tile * SPLIT + block_y()) * (ROWS * 64 * WARPGROUPS);
