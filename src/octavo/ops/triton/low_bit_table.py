@@ -12,7 +12,7 @@ from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBitTuning
 
 ROW_CLASSES = (16, 32, 64, 128, 256)
 """A class covers the numbers of rows from the one before it up to its own."""
-MOST_ROWS: Mapping[KindName, int] = {"int4": 256, "table": 128, "int8": 128, "float8": 128}
+MOST_ROWS: Mapping[KindName, int] = {"int4": 128, "table": 128, "int8": 128, "float8": 128}
 """Most rows that are multiplied with the weight as it is stored, where nothing was measured."""
 
 

@@ -66,8 +66,7 @@ INLINE float load_scale(const u8* scales, long long at) {
 
 // What a lane knows of one of its rows, whatever the chunk.
 struct Row {
-  long long scale;
-  int number;
+  const u8 *scales, *zeros;  // of the first group
 #if KIND == TABLE
   u32 low[4], high[4];  // bytes of the 16 entries
 #endif
@@ -85,13 +84,14 @@ INLINE u16 load_entry(const Args& p, long long at) {
 
 INLINE Row row_of(const Args& p, int n) {
   Row row;
-  row.number = n < p.columns ? n : p.columns - 1;
-  row.scale = (long long)(row.number / ROW_BLOCK) * p.scale_row_stride;
+  const int number = n < p.columns ? n : p.columns - 1;
+  row.scales = p.scales + (long long)(number / ROW_BLOCK) * p.scale_row_stride * SCALE_BYTES;
+  row.zeros = p.zeros + number * ZERO_BYTES;
 #if KIND == TABLE
 UNROLL
   for (int i = 0; i < 4; i++) {
-    u32 a = load_entry(p, (long long)row.number * p.table_stride + 4 * i) | (u32)load_entry(p, (long long)row.number * p.table_stride + 4 * i + 1) << 16;
-    u32 b = load_entry(p, (long long)row.number * p.table_stride + 4 * i + 2) | (u32)load_entry(p, (long long)row.number * p.table_stride + 4 * i + 3) << 16;
+    u32 a = load_entry(p, (long long)number * p.table_stride + 4 * i) | (u32)load_entry(p, (long long)number * p.table_stride + 4 * i + 1) << 16;
+    u32 b = load_entry(p, (long long)number * p.table_stride + 4 * i + 2) | (u32)load_entry(p, (long long)number * p.table_stride + 4 * i + 3) << 16;
     row.low[i] = permute(a, b, 0x6420);
     row.high[i] = permute(a, b, 0x7531);
   }
@@ -132,13 +132,11 @@ INLINE int group_of(int chunk, int half) {
 INLINE void fetch_scales(Held& held, const Args& p, const Row& row, int chunk) {
 #if GROUPED
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++)
-    held.scale[i] = load_scale(p.scales, row.scale + (long long)group_of(chunk, i) * p.scale_group_stride);
+  for (int i = 0; i < SCALES_A_CHUNK; i++) held.scale[i] = load_scale(row.scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
 #endif
 #if ZEROS
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++)
-    held.zero[i] = load_zero<false>(p.zeros, (long long)group_of(chunk, i) * p.columns + row.number);
+  for (int i = 0; i < SCALES_A_CHUNK; i++) held.zero[i] = load_zero<false>(row.zeros, (u32)(group_of(chunk, i) * p.columns));
 #endif
 }
 

@@ -161,7 +161,7 @@ UNROLL
         held[s][h].scale[i] = load_scale(places.scale[s][i], 8 * h);
 #elif GROUPED
         const int chunk = range.begin + s * WARPS + warp;
-        if (chunk < range.end) held[s][h].scale[i] = load_scale(p.scales, row[h].scale + (long long)group_of(chunk, i) * p.scale_group_stride);
+        if (chunk < range.end) held[s][h].scale[i] = load_scale(row[h].scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
 #endif
 #if ZEROS
         held[s][h].zero[i] = load_zero<true>(places.zero[s][i], 8 * h);

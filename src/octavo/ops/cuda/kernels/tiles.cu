@@ -169,7 +169,7 @@ UNROLL
   }
 
 #if SCALES && !GROUPED
-  const float factor[2] = {load_scale(p.scales, row[0].scale), load_scale(p.scales, row[1].scale)};
+  const float factor[2] = {load_scale(row[0].scales, 0), load_scale(row[1].scales, 0)};
 UNROLL
   for (int i = 0; i < ROWS / 2; i++) acc[i] *= factor[i >> 1 & 1];
 #endif
