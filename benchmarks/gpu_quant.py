@@ -1,23 +1,24 @@
 """Products with low-bit weights on one GPU: measured against the time to read the weights once, and against cuBLAS in bf16.
 
-    python benchmarks/gpu_quant.py             the shipped choices
-    python benchmarks/gpu_quant.py --tune      the best of a grid, for each shape and kind (--write-table: kept)
+    python benchmarks/gpu_quant.py [--tune] [--kinds int4-128 float8] [--rows 1 8 32]
 
-Shapes of Llama-3.1-8B. Kinds: int4 and table in groups of 128 and by row, int8 and float8 by row. For each number of rows: the kernel
-that reads the weight as it is stored, the ways for many rows (unpack and cuBLAS; 8-bit products of rounded inputs), cuBLAS in bf16 in
-the same run, and the floor: the weight's bytes at the card's read bandwidth, or the products at its peak. Weights are rotated past
-the L2 cache inside one CUDA graph. Prints a table and writes benchmarks/results/gpu_quant.json.
+Shapes of Llama-3.1-8B. Kinds: int4 in groups of 128 and by row, table, int8 and float8 by row. For each number of rows: what the engine
+does; the way for many rows (unpack and cuBLAS; 8-bit products of rounded inputs); cuBLAS in bf16 in the same run; the floor, the weight's
+bytes at the card's read bandwidth or the products at its peak; with --tune also the best of a grid of tunings of the CUDA C++ kernels.
+Weights are rotated past the L2 cache inside one CUDA graph. Prints a table and writes benchmarks/results/gpu_quant.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -25,28 +26,19 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
 from octavo.ops.coded import Activations, CodedRows
+from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.packed import DenseWeight, SegmentedWeight
-from octavo.ops.reference.low_bit import pack_coded, unpack
-from octavo.ops.triton import low_bit_table
-from octavo.ops.triton.low_bit import _eight_bit_product
-from octavo.ops.triton.low_bit_matmul import (
-    FOUR_BITS,
-    LowBit,
-    LowBitTuning,
-    low_bit_layout,
-    low_bit_matmul,
-    unpack_weight,
-    workspace_size,
-)
-from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
+from octavo.ops.reference.low_bit import unpack
+from octavo.ops.triton.low_bit import LowBitLinear, _eight_bit_product
+from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout, unpack_weight
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-KINDS = (("int4", 128), ("int4", 0), ("table", 0), ("int8", 0), ("float8", 0))
-ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
+KINDS = {"int4-128": ("int4", 128), "int4": ("int4", 0), "table": ("table", 0), "int8": ("int8", 0), "float8": ("float8", 0)}
+ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 BF16_FLOPS = 790e12
 """Of large products on an H200."""
-SHARED_BYTES = 225_000
+SHARED_BYTES, REGISTERS = 225_000, 65_536
 DEVICE = torch.device("cuda")
 
 
@@ -68,40 +60,47 @@ def coded(kind: str, out: int, inner: int, group: int) -> CodedRows:
     return CodedRows(codes, 8, scales / 64, activations=Activations("float8"))
 
 
-def packed(kind: str, out: int, inner: int, group: int) -> LowBit:
-    weight = pack_coded(coded(kind, out, inner, group), torch.bfloat16)
+def packed(layer: LowBitLinear, kind: str, out: int, inner: int, group: int) -> LowBit:
+    weight = layer.pack(coded(kind, out, inner, group), torch.bfloat16)
     assert not isinstance(weight, (DenseWeight, SegmentedWeight))
-    return weight
+    return weight  # type: ignore[return-value]
 
 
-def grid(kind: str, group: int, rows: int) -> list[LowBitTuning]:
-    tile = min(128, max(16, triton.next_power_of_2(rows)))
-    widest = max(64, group) if kind in FOUR_BITS and group else group or 256
-    found = []
-    for columns, inner, split, warps, stages in itertools.product((64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (3, 4, 6)):
-        bits = 4 if kind in FOUR_BITS else 8
-        shared = (tile * 2 + columns * bits / 8) * inner * stages
-        if inner <= widest and shared <= SHARED_BYTES and (warps == 4 or columns == 128) and (split < 4 or rows <= 64):
-            found.append(LowBitTuning(columns, inner, split, warps, stages, tile))
-    return found
+def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
+    """Tunings that fit."""
+    if rows <= 16:
+        tiles = 1 if rows <= 8 else 2
+        for warps, split, stages, blocks in itertools.product((4, 8, 14, 16), (1, 2, 4, 8), (2, 3, 4, 6, 8), (1, 2)):
+            tuning = cuda.Stream(tiles, warps, split, stages, blocks)
+            x_registers = tuning.per_warp(form, inner) * tiles * form.chunk // 8
+            even = inner / (form.chunk * warps * split * tuning.per_warp(form, inner))
+            fits = tuning.shared_bytes(form) * blocks <= SHARED_BYTES and x_registers + 50 <= min(255, REGISTERS / tuning.threads / blocks)
+            if fits and x_registers <= 96 and 0.8 <= even <= 1:
+                yield tuning
+    if rows >= 16:
+        for tile, groups, split, stages, blocks in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2, 4), (3, 6), (1, 2, 3)):
+            tiled = cuda.Tiles(tile, groups, split, stages, blocks)
+            room = REGISTERS / tiled.threads / blocks - 32 - tile / 2 * (2 if form.group else 1)
+            if rows / 2 <= tile <= max(16, rows) and tiled.shared_bytes(form) * blocks <= SHARED_BYTES and 25 <= room <= 190:
+                yield tiled
 
 
-def measure(weights: Sequence[LowBit], x: torch.Tensor, tunings: Sequence[LowBitTuning]) -> list[tuple[float, LowBitTuning]]:
-    expected = x.float() @ unpack(weights[0], torch.float32).T
-    timed = []
+def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning] | None:
+    form = cuda.form_of(weights[0], x.dtype, bias=False)
+    if form is None or len(x) > cuda.MOST_ROWS or cuda.architecture(x.device) is None:
+        return None
+    inner, timed = low_bit_layout(weights[0]).inner, []
+    tunings = list(grid(form, inner, len(x)))
     for tuning in tunings:
-        elements, tiles = workspace_size(len(x), weights[0].out_features, tuning)
-        workspace = SkinnyWorkspace.allocate(elements, tiles, DEVICE)
-        try:
-            out = low_bit_matmul(x, weights[0], None, workspace, tuning)
-        except triton.runtime.errors.OutOfResources:
-            continue
-        assert float((out.float() - expected).norm() / expected.norm()) < 1e-2, tuning
-        timed.append((graph_us([functools.partial(low_bit_matmul, x, w, None, workspace, tuning) for w in weights]), tuning))
-    return timed
+        cuda.prepare(form, tuning, inner, DEVICE)
+    for tuning in tunings:
+        elements, counters = cuda.workspace_size(len(x), weights[0].out_features, tuning)
+        workspace = SkinnyWorkspace.allocate(elements, counters, DEVICE) if elements else None
+        timed.append((graph_us([functools.partial(cuda.multiply, x, w, None, form, tuning, workspace) for w in weights]), tuning))
+    return min(timed, key=lambda pair: pair[0])
 
 
-def many_rows(weights: Sequence[LowBit], x: torch.Tensor) -> float:
+def many_rows(weights: list[LowBit], x: torch.Tensor) -> float:
     """The way that is taken where the weight is not read as it is stored."""
 
     def one(weight: LowBit) -> torch.Tensor:
@@ -114,65 +113,47 @@ def many_rows(weights: Sequence[LowBit], x: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="time a grid of tunings")
-    parser.add_argument("--write-table", action="store_true", help="with --tune: keep the best in the package's table")
-    parser.add_argument("--rows", type=int, nargs="+", default=None)
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_quant.json"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs an NVIDIA GPU.")
     torch.manual_seed(0)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    results: list[dict[str, object]] = []
-    best: dict[tuple[str, int, int, int], dict[int, LowBitTuning | None]] = {}
-    for (name, (out, inner)), (kind, group) in itertools.product(SHAPES.items(), KINDS):
-        first = packed(kind, out, inner, group)
-        copies = max(2, min(32, int(3e8 / first.nbytes) + 1))
-        weights = [first, *(packed(kind, out, inner, group) for _ in range(copies - 1))]
+    results: list[dict[str, Any]] = []
+    for name, (out, inner) in SHAPES.items():
         dense = [torch.randn(out, inner, device=DEVICE, dtype=torch.bfloat16) for _ in range(max(2, int(3e8 / (2 * out * inner)) + 1))]
-        for rows in args.rows or (ROW_CLASSES if args.write_table else ROWS):
-            x = torch.randn(rows, inner, device=DEVICE).bfloat16()
-            floor = max(first.nbytes / READ_BYTES_PER_S, 2 * rows * out * inner / BF16_FLOPS) * 1e6
-            cublas = graph_us([functools.partial(F.linear, x, w) for w in dense])
-            shipped = choice(low_bit_layout(first).kind, out, inner, low_bit_layout(first).group, rows, sms)
-            tunings = grid(kind, group, rows) if args.tune and rows <= ROW_CLASSES[-1] else [] if shipped is None else [shipped]
-            stored = min(measure(weights, x, tunings), key=lambda pair: pair[0], default=(float("inf"), None))
-            wide = many_rows(weights, x) if rows >= 32 else float("inf")
-            us = min(stored[0], wide)
-            best.setdefault((kind, out, inner, group), {})[rows] = stored[1] if stored[0] <= wide else None
-            results.append(
-                {
+        for kind, group in (KINDS[k] for k in args.kinds):
+            layer = LowBitLinear()
+            first = packed(layer, kind, out, inner, group)
+            weights = [first, *(packed(layer, kind, out, inner, group) for _ in range(max(1, min(31, int(3e8 / first.nbytes)))))]
+            for rows in args.rows:
+                x = torch.randn(rows, inner, device=DEVICE).bfloat16()
+                got, expected = layer.linear(x, first, None).float(), x.float() @ unpack(first, torch.float32).T
+                assert float((got - expected).norm() / expected.norm()) < 0.05, (name, kind, rows)
+                best = tuned(weights, x) if args.tune else None
+                entry = {
                     "shape": name,
                     "kind": kind,
                     "group": group,
                     "rows": rows,
-                    "as_stored_us": None if stored[1] is None else round(stored[0], 2),
-                    "many_rows_us": None if wide == float("inf") else round(wide, 2),
-                    "cublas_bf16_us": round(cublas, 2),
-                    "floor_us": round(floor, 2),
-                    "tuning": None if stored[1] is None else vars(stored[1]),
+                    "engine_us": graph_us([functools.partial(layer.linear, x, w, None) for w in weights]),
+                    "many_rows_us": many_rows(weights, x) if rows >= 32 else None,
+                    "cublas_bf16_us": graph_us([functools.partial(F.linear, x, w) for w in dense]),
+                    "floor_us": max(first.nbytes / READ_BYTES_PER_S, 2 * rows * out * inner / BF16_FLOPS) * 1e6,
                 }
-            )
-            print(
-                f"{name:8} {kind:6} g{group:<3} M={rows:<5} stored {stored[0]:8.2f} us, many rows {wide:8.2f}, "
-                f"cuBLAS bf16 {cublas:8.2f}, floor {floor:8.2f}, {us / floor:5.2f} of the floor, {cublas / us:5.2f}x bf16"
-            )
-    if args.write_table:
-        write_table(best)
+                if best is not None:
+                    entry |= {"tuned_us": best[0], "tuning": {"kernel": best[1].name, **dataclasses.asdict(best[1])}}
+                results.append({k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()})
+                us, floor, cublas = entry["engine_us"], entry["floor_us"], entry["cublas_bf16_us"]
+                print(
+                    f"{name:8} {kind:6} g{group:<3} M={rows:<5} {us:8.2f} us, {us / floor:5.2f} of the floor {floor:7.2f}, "
+                    f"{cublas / us:5.2f} times as fast as cuBLAS in bf16{'' if best is None else f', best of the grid {best[0]:.2f} {best[1]}'}",
+                    flush=True,
+                )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    args.out.write_text(json.dumps({**versions, "results": results}, indent=1))
-
-
-def write_table(best: dict[tuple[str, int, int, int], dict[int, LowBitTuning | None]]) -> None:
-    """Put what was measured into the package's table."""
-    path = Path(low_bit_table.__file__)
-    head, marker, _ = path.read_text().partition("    # (kind, out_features, in_features, group): one choice a row class\n")
-    lines = [f'    ("{k}", {o}, {i}, {g}): ({", ".join(_literal(by[n]) for n in ROW_CLASSES)}),\n' for (k, o, i, g), by in best.items()]
-    path.write_text(head + marker + "".join(lines) + "}\n")
-
-
-def _literal(t: LowBitTuning | None) -> str:
-    return "None" if t is None else f"LowBitTuning({t.columns}, {t.inner}, {t.split}, {t.warps}, {t.stages}, {t.rows})"
+    args.out.write_text(json.dumps({**versions, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
