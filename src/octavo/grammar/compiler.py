@@ -28,6 +28,11 @@ PARALLEL_FROM = 4
 MASK_THREADS = 8
 """At most. They work while a step waits for its masks, when nothing else does."""
 
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{n}}}" for n in (2, 4, 6, 8, 12, 16, 24, 32)), f"{_IN_STRING}+")
+"""Sets of tokens that the engine allows as a whole where all of their texts may come, instead of looking at each. The lengths are for strings
+with a `maxLength`: the engine's own choice (10, 30) has it look at every token as soon as ten characters are left. Masks are the same."""
+
 Words = npt.NDArray[np.int32]
 """[vocabulary / 32] one bit a token, lowest first."""
 
@@ -191,7 +196,8 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
     """The vocabulary as the grammar engine knows it. Takes up to a second."""
     library = llguidance()
     encoder = _Encoder(vocabulary) if vocabulary.tokenizer_json else _Greedy(vocabulary)
-    return library.LLTokenizer(library.TokenizerWrapper(encoder), n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos))
+    wrapped = library.TokenizerWrapper(encoder)
+    return library.LLTokenizer(wrapped, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos), slices=list(SLICES))
 
 
 def fresh_matcher(tokenizer: Any, source: str) -> Any:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.grammar.json_schema import Path, followed, pointer, subschemas
+from octavo.grammar.json_schema import Path, followed, pointer, subschemas, too_large
 
 MAX_LEVELS = 1000
 """Of a schema: schemas inside one another and references, all of those on one way."""
@@ -72,6 +72,8 @@ def _rules_problem(text: str) -> str:
     if count > MAX_RULES:
         return f"it has more than {MAX_RULES} rules, brackets counted. Use a simpler one, or a regular expression."
     for line, schema in schemas:
+        if (large := too_large(schema)) is not None:
+            return f"the JSON schema in line {line}, at {pointer(large[0])}: {large[1]}"
         if (deep := too_deep(schema)) is not None:
             return f"the JSON schema in line {line}, at {pointer(deep[0])}: {deep[1]}"
     return ""

@@ -42,15 +42,17 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
             yield (key,), schema[key]
 
 
-MAX_PROPERTIES = 4000
-"""Of one object: the engine's time grows with the square of those that may be left out."""
+MAX_PROPERTIES = 2000
+"""Of one object: the engine's time grows with the square of those that may be left out (0.4 s for so many)."""
+MAX_SQUARES = 2 * MAX_PROPERTIES**2
+"""Of the properties of all objects, each squared."""
 MAX_ENUM_CONTAINERS = 10_000
 """Lists and objects among the values of all `enum` and `const`."""
 
 
 def too_large(schema: Any) -> tuple[Path, str] | None:
     """Where a schema has more than the engine compiles in about a second, and what to say; None if nowhere."""
-    containers = 0
+    containers = squares = 0
     todo: list[tuple[Path, Any]] = [((), schema)]
     while todo:
         path, node = todo.pop()
@@ -59,6 +61,9 @@ def too_large(schema: Any) -> tuple[Path, str] | None:
         properties = node.get("properties")
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
             return path, f"it has {len(properties)} properties; at most {MAX_PROPERTIES} are allowed in one object."
+        squares += len(properties) ** 2 if isinstance(properties, dict) else 0
+        if squares > MAX_SQUARES:
+            return path, f"this object and those before it have too many properties; two may have {MAX_PROPERTIES}, or 800 a hundred."
         values = [node[key] for key in ("enum", "const") if key in node]
         while values:
             if isinstance(value := values.pop(), dict | list):

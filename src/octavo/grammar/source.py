@@ -19,7 +19,7 @@ from octavo.grammar.structural_tag import structural_tag_grammar
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
-MAX_GRAMMAR_SIZE = 33_000
+MAX_GRAMMAR_SIZE = 100_000
 """Symbols of a compiled grammar: 8 for a property, 4 if it is required, 1 for a list or object in an `enum`."""
 TOO_LARGE = f"it is too large: more than {MAX_GRAMMAR_SIZE} symbols as a grammar, about 8 for each property. Use a smaller one."
 MAX_CHOICES = 10_000
@@ -192,7 +192,7 @@ def _problem(source: str) -> str:
     if deep := depth_problem(source):
         return deep
     failed, messages = on_deep_stack(_validate, source)
-    if failed and "grammar size (number of symbols) too big" in messages[0]:
+    if failed and ("grammar size (number of symbols) too big" in messages[0] or "schema too large" in messages[0]):
         return TOO_LARGE
     return one_line(messages[0]) if failed else ""
 
@@ -203,10 +203,7 @@ def _validate(source: str) -> tuple[bool, list[str]]:
 
 
 def limits() -> Any:
-    """What one grammar may cost: about a second to build, a tenth to step; tens of MB.
-
-    The size is what the second hangs on: an object with 4,000 properties that may be left out has it, and takes 1.0 s (of 2,000, 0.25 s).
-    """
+    """What one grammar may cost: a second or two to build, a tenth to step; tens of MB. (What takes more for its size: `too_large`.)"""
     return llguidance().LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,

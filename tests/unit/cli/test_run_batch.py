@@ -15,6 +15,7 @@ from octavo.cli.jobs import run_jobs
 from octavo.cli.parser import CommandParser
 from octavo.cli.run_batch import BatchLine, configure, finished_ids, read_batch, reading, reply_to
 from octavo.errors import ConfigError
+from octavo.frontend.http.batches import lines
 from octavo.frontend.http.batches.lines import batch_lines
 from tests.support.openai_stub import StubServer
 from tests.unit.cli.conftest import ANSWER
@@ -194,6 +195,15 @@ def test_a_response_in_the_background_is_refused() -> None:
     parsed = list(batch_lines([line("a", "/v1/responses", input="x", background=True), line("b", "/v1/responses", input="x")]))
     assert "background has no meaning" in parsed[0].error
     assert not parsed[1].error
+
+
+def test_a_line_that_holds_more_than_a_request_may_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = line("lists", metadata={"a": [[]] * 60_000})
+    monkeypatch.setattr(lines, "MAX_LINE_CHARS", 300_000)
+    parsed = list(batch_lines([lists, line("long", prompt="x" * 300_000), line("good")]))
+    assert "objects and lists; at most 50000" in parsed[0].error
+    assert "at most 300000 are read" in parsed[1].error
+    assert not parsed[2].error
 
 
 async def test_of_many_failures_only_the_first_is_told(caplog: pytest.LogCaptureFixture) -> None:

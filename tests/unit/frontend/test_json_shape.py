@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_decoded_value(value: Any, ascii_only: bool, ind
         (b"[" + b"1," * MAX_VALUES + b"1]", "values"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "levels"),
         (b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1), "levels"),
-        (b"[" * 200_000, "levels"),  # no JSON, and never decoded
+        (b"[" * 200_000, "objects and lists"),  # no JSON, and never decoded
     ],
 )
 def test_more_than_any_request_needs_is_refused(data: bytes, what: str) -> None:

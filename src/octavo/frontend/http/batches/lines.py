@@ -30,6 +30,7 @@ URLS = (
 ENCODING = "utf-8-sig"
 """Of inputs: some editors begin UTF-8 with a byte order mark, which is no part of the first line."""
 NO_BATCH = "No line of this file is a JSON object, so it is no batch: send JSON lines in UTF-8, one request a line."
+MAX_LINE_CHARS = 1 << 26
 _RETRIES = 20
 _REPLY_START = b'{"id": "batch_req_'
 """How every line that we write begins: only such a line is taken for one of ours, cut short."""
@@ -81,6 +82,8 @@ def _parse_line(number: int, line: str, urls: Sequence[str]) -> BatchLine:
     def bad(message: str, custom_id: str = "", *, is_object: bool = True) -> BatchLine:
         return BatchLine(number, custom_id or f"line-{number}", "", None, message, is_object)
 
+    if len(line) > MAX_LINE_CHARS:
+        return bad(f"line {number} has {len(line)} characters; at most {MAX_LINE_CHARS} are read")
     try:
         check_shape(line.encode("utf-8", "replace"))
         entry = json.loads(line)

@@ -169,7 +169,7 @@ class BatchRunner:
                     return ending
                 alone = any(task.get_name() in begun for task in running)
                 while more and not alone and len(running) < self._concurrency and not (running and self._busy()):
-                    line = next(todo, None)
+                    line = await asyncio.to_thread(next, todo, None)  # a line may be megabytes
                     more = line is not None
                     if line is None:
                         break
