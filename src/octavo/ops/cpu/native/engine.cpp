@@ -2,7 +2,6 @@
 #include "engine.h"
 
 #include <atomic>
-#include <new>
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -180,7 +179,13 @@ int32_t octavo_set_level(int32_t level) {
     return k != nullptr;
 }
 
-OctavoEngine* octavo_engine_new(int32_t threads) { return new (std::nothrow) OctavoEngine(threads); }
+OctavoEngine* octavo_engine_new(int32_t threads) {
+    try {
+        return new OctavoEngine(threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
 
 void octavo_engine_free(OctavoEngine* engine) { delete engine; }
 
