@@ -73,7 +73,7 @@ Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
 // panels are neighbours, so that weights come from memory once.
 void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo) {
     const int64_t tokens = x.tokens, columns = linear.in_features;
-    const int64_t blocks = ceil_div(tokens, TOKEN_BLOCK), block = blocks ? ceil_div(ceil_div(tokens, blocks), 4) * 4 : 0;  // of one size
+    const int64_t blocks = ceil_div(tokens, TOKEN_BLOCK), block = blocks ? ceil_div(ceil_div(tokens, blocks), 8) * 8 : 0;  // of one size
     int64_t panels = 0;
     for (int i = 0; i < linear.num_segments; i++) panels += ceil_div(linear.segments[i].rows, PANEL);
     if (!panels || !tokens) return;
