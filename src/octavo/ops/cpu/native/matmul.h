@@ -148,7 +148,7 @@ struct Ahead {
     const uint8_t* panel;  // whose groups lie `bytes` apart
     int64_t bytes, from, to;
     INLINE_MEMBER void ask(int64_t group) const {
-        for (int64_t i = from; i < to; i += 64) __builtin_prefetch(panel + group * bytes + i, 0, 2);
+        for (int64_t i = from; i < to; i += 64) __builtin_prefetch(panel + group * bytes + i, 0, 3);
     }
 };
 
