@@ -363,7 +363,7 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": number("feed_forward_length", int, 0 if source.has("expert_feed_forward_length") else None),
-        "num_hidden_layers": number("block_count", int),
+        "num_hidden_layers": _layers(source),
         "num_attention_heads": heads,
         "num_key_value_heads": number("attention.head_count_kv", int, heads),
         "head_dim": number("attention.key_length", int, width),
@@ -378,6 +378,19 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         config["intermediate_size"] = number("expert_feed_forward_length", int)
     config |= _ARCHITECTURES[arch].further(_Source(arch, metadata, source.tensors, config))
     return config | _special_ids(metadata)
+
+
+def _layers(source: _Source) -> int:
+    """No more than there are tensors for: a damaged count would have millions of layers described before one is found missing."""
+    layers: int = source.number("block_count", int)
+    numbers = [name.split(".", 2)[1] for name in source.tensors if name.startswith("blk.")]
+    there = 1 + max((int(n) for n in numbers if n.isdecimal()), default=-1) + int(source.number("nextn_predict_layers", int, 0))
+    if numbers and layers > there:
+        raise CheckpointError(
+            f"GGUF metadata: {source.arch}.block_count is {layers}, but the file has the tensors of {there} layers. Download or convert "
+            "it again."
+        )
+    return layers
 
 
 def _rope_parameters(source: _Source) -> dict[str, Any]:

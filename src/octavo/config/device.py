@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
+_MOST_THREADS = 1024
 
 
 def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
@@ -32,12 +33,12 @@ def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
         threads: CPU threads; default the cores this process may use.
 
     Raises:
-        ConfigError: cuda was asked for and cannot be had, or threads is not positive.
+        ConfigError: cuda was asked for and cannot be had, or threads is no number of threads.
     """
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {kind!r} is not known. Choose auto, cpu or cuda.")
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads must be at least 1, got {threads}.")
+    if threads is not None and not 1 <= threads <= _MOST_THREADS:
+        raise ConfigError(f"threads must be from 1 to {_MOST_THREADS}, got {threads}. This process may use {usable_cores()} cores.")
     cores = threads or usable_cores()
     if kind == "cpu":
         return _cpu(cores)

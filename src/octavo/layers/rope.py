@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -139,10 +141,16 @@ def cos_sin_table(spec: RopeSpec, max_length: int, device: torch.device) -> torc
 
     Returns:
         [max_length, rotary_dim] float32: cosines, then sines.
+
+    Raises:
+        ConfigError: there is no memory for so many positions.
     """
     frequencies, attention_factor = inverse_frequencies(spec, max_length)
-    angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
+    try:
+        angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies
+        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
+    except (RuntimeError, MemoryError) as e:
+        raise ConfigError(f"max_model_len={max_length}: no memory for a table of so many positions. Set --max-model-len lower.") from e
 
 
 def no_rotation(rotary_dim: int, max_length: int, device: torch.device) -> torch.Tensor:

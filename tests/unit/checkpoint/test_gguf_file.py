@@ -272,6 +272,10 @@ def test_hf_config_refuses_what_it_cannot_translate() -> None:
             gguf_hf_config(metadata() | {key: value})
     with pytest.raises(CheckpointError, match="head_count"):
         gguf_hf_config(metadata() | {"llama.attention.head_count": [4, 4]})
+    tensors = {name: GgufTensor(name, "F32", (1,), 0, 4) for name in ("output.weight", "blk.0.attn_q.weight", "blk.1.attn_q.weight")}
+    assert gguf_hf_config(metadata(), tensors)["num_hidden_layers"] == 2
+    with pytest.raises(CheckpointError, match=r"block_count is 4000000, but the file has the tensors of 2 layers"):
+        gguf_hf_config(metadata() | {"llama.block_count": 4_000_000}, tensors)
 
 
 @pytest.mark.model

@@ -115,8 +115,9 @@ def test_cpu_is_always_found() -> None:
     assert device.kind == "cpu"
     assert device.threads >= 1
     assert 0 < device.free_bytes <= device.total_bytes
-    with pytest.raises(ConfigError, match="threads"):
-        detect_device("cpu", threads=0)
+    for bad in (0, -3, 100_000):
+        with pytest.raises(ConfigError, match="threads must be from 1 to"):
+            detect_device("cpu", threads=bad)
     with pytest.raises(ConfigError, match="auto, cpu or cuda"):
         detect_device("tpu")
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from octavo.errors import ConfigError
 from octavo.layers.rope import FrequencyDivisors, LinearScaling, RopeSpec, cos_sin_table, inverse_frequencies
 from octavo.models.hf_config import HfConfig, rope_spec
 
@@ -97,3 +98,8 @@ def test_scaling_given_beside_newer_parameters_wins() -> None:
     """An override in the older format must not be lost on a config in the newer one."""
     config = HfConfig({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert rope_spec(config, 64) == RopeSpec(5e5, 64, LinearScaling(2.0))
+
+
+def test_a_table_that_does_not_fit_is_said_in_the_users_words() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=1152921504606846976.*--max-model-len"):
+        cos_sin_table(RopeSpec(100.0, 64), 2**60, torch.device("cpu"))

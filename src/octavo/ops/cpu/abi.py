@@ -13,6 +13,7 @@ import torch
 
 from octavo.config.device import native_kernels_path
 from octavo.config.types import CpuActivations
+from octavo.errors import ConfigError
 from octavo.ops.packed import PanelKind, PanelWeight
 from octavo.ops.registry import Activation
 
@@ -210,7 +211,7 @@ class Engine:
         self._library = loaded()
         self.handle: int = self._library.octavo_engine_new(threads)
         if not self.handle:
-            raise MemoryError("no memory for the CPU kernels' threads")
+            raise ConfigError(f"The system does not start {threads} threads for the CPU kernels. Ask for fewer with --threads.")
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

@@ -139,7 +139,7 @@ extern "C" {
 EXPORT int32_t octavo_abi();
 EXPORT int32_t octavo_level();                // the kernels in use: 0 portable, 1 AVX2, 2 AVX-512 VNNI, 3 NEON dot product
 EXPORT int32_t octavo_set_level(int32_t);     // 0 if this machine cannot run it
-EXPORT OctavoEngine* octavo_engine_new(int32_t threads);
+EXPORT OctavoEngine* octavo_engine_new(int32_t threads);  // null if the system does not start so many
 EXPORT void octavo_engine_free(OctavoEngine*);
 
 EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);

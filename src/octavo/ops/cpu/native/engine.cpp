@@ -2,7 +2,6 @@
 #include "engine.h"
 
 #include <atomic>
-#include <new>
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -74,7 +73,7 @@ Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
 // panels are neighbours, so that weights come from memory once.
 void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo) {
     const int64_t tokens = x.tokens, columns = linear.in_features;
-    const int64_t blocks = ceil_div(tokens, TOKEN_BLOCK), block = blocks ? ceil_div(ceil_div(tokens, blocks), 4) * 4 : 0;  // of one size
+    const int64_t blocks = ceil_div(tokens, TOKEN_BLOCK), block = blocks ? ceil_div(ceil_div(tokens, blocks), 8) * 8 : 0;  // of one size
     int64_t panels = 0;
     for (int i = 0; i < linear.num_segments; i++) panels += ceil_div(linear.segments[i].rows, PANEL);
     if (!panels || !tokens) return;
@@ -181,7 +180,13 @@ int32_t octavo_set_level(int32_t level) {
     return k != nullptr;
 }
 
-OctavoEngine* octavo_engine_new(int32_t threads) { return new (std::nothrow) OctavoEngine(threads); }
+OctavoEngine* octavo_engine_new(int32_t threads) {
+    try {
+        return new OctavoEngine(threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
 
 void octavo_engine_free(OctavoEngine* engine) { delete engine; }
 

@@ -43,34 +43,36 @@ class Inputs {
         tokens_ = tokens;
         columns_ = columns;
         groups_ = ceil_div(columns, GROUP);
+        // A block of tokens has its groups in different sets of a cache: with a stride of 2048 tokens they would all fall on one.
+        stride_ = tokens <= TOKEN_BLOCK ? tokens : ceil_div(tokens - TOKEN_BLOCK, 256) * 256 + TOKEN_BLOCK;
         values_ = value_buffer_.get(tokens * columns);
-        if (reading.floats) floats_ = float_buffer_.get(groups_ * tokens * GROUP);
+        if (reading.floats) floats_ = float_buffer_.get(groups_ * stride_ * GROUP);
         if (reading.rounding == ROUND_NOT) return;
-        rounded_ = rounded_buffer_.get(groups_ * tokens * GROUP);  // room for 16 bits
-        scales_ = scale_buffer_.get(groups_ * tokens);
-        sums_ = sum_buffer_.get(groups_ * tokens);
-        counts_ = count_buffer_.get(groups_ * tokens);
+        rounded_ = rounded_buffer_.get(groups_ * stride_ * GROUP);  // room for 16 bits
+        scales_ = scale_buffer_.get(groups_ * stride_);
+        sums_ = sum_buffer_.get(groups_ * stride_);
+        excess_ = excess_buffer_.get(groups_ * stride_);
     }
     float* row(int64_t token) { return values_ + token * columns_; }
     void finish(int64_t token) { finish(token, row(token)); }
     void finish(int64_t token, const float* x) {
         const bool wide = reading_.rounding == ROUND_16;
         void* rounded = wide ? (void*)(rounded_ + token * GROUP) : (void*)((int8_t*)rounded_ + token * GROUP);
-        kernels().round_row(reading_.rounding, x, columns_, tokens_,
-                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, counts_ + token});
+        kernels().round_row(reading_.rounding, x, columns_, stride_,
+                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + token});
     }
     Activations view() const {
-        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, counts_, tokens_, columns_, groups_};
+        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, excess_, tokens_, columns_, groups_, stride_};
     }
 
   private:
     Buffer<float> value_buffer_, float_buffer_, scale_buffer_, sum_buffer_;
     Buffer<int16_t> rounded_buffer_;
-    Buffer<int32_t> count_buffer_;
+    Buffer<int32_t> excess_buffer_;
     float *values_ = nullptr, *floats_ = nullptr, *scales_ = nullptr, *sums_ = nullptr;
     int16_t* rounded_ = nullptr;
-    int32_t* counts_ = nullptr;
-    int64_t tokens_ = 0, columns_ = 0, groups_ = 0;
+    int32_t* excess_ = nullptr;
+    int64_t tokens_ = 0, columns_ = 0, groups_ = 0, stride_ = 0;
     Reading reading_ = {ROUND_NOT, false};
 };
 

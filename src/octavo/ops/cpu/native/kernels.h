@@ -26,12 +26,13 @@ enum Rounding : int32_t { ROUND_NOT = 0, ROUND_16 = 1, ROUND_8 = 2 };
 // from consecutive cache lines. The last group is filled up with zeros.
 struct Activations {
     Rounding rounding;
-    const float* floats;  // [groups, tokens, 32]; null where only rounded ones are read
-    const void* rounded;  // [groups, tokens, 32] int16 or int8
-    const float* scales;    // [groups, tokens]
-    const float* sums;      // [groups, tokens] scale * sum of rounded
-    const int32_t* counts;  // [groups, tokens] sum of rounded
+    const float* floats;  // [groups, stride, 32]; null where only rounded ones are read
+    const void* rounded;  // [groups, stride, 32] int16 or int8
+    const float* scales;    // [groups, stride]
+    const float* sums;      // [groups, stride] scale * sum of rounded
+    const int32_t* excess;  // [groups, stride] -128 * sum of rounded: what takes the 128 off unsigned weights
     int64_t tokens, columns, groups;
+    int64_t stride;  // at least the tokens
 };
 
 // One token's row of Activations, to be filled: where its first group goes. Arrays as there; floats may be null.
@@ -39,7 +40,7 @@ struct RowTarget {
     float* floats;
     void* rounded;
     float *scales, *sums;
-    int32_t* counts;
+    int32_t* excess;
 };
 
 struct AttentionTile {

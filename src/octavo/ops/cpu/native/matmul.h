@@ -102,7 +102,7 @@ INLINE void float_row(const uint8_t* g, const float* x, float* sums) {
 
 static void float_group(int32_t kind, const uint8_t* panel, int64_t group, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
     alignas(64) float buffer[GROUP * PANEL];
-    const float* x = a.floats + (group * a.tokens + begin) * GROUP;
+    const float* x = a.floats + (group * a.stride + begin) * GROUP;
     if (tokens == 1 && kind == KIND_Q4) return float_row<true>(panel + group * Q4_GROUP_BYTES, x, sums);
     if (tokens == 1 && kind == KIND_Q8) return float_row<false>(panel + group * Q8_GROUP_BYTES, x, sums);
     const int64_t count = a.columns - group * GROUP < GROUP ? a.columns - group * GROUP : GROUP;
@@ -148,7 +148,7 @@ struct Ahead {
     const uint8_t* panel;  // whose groups lie `bytes` apart
     int64_t bytes, from, to;
     INLINE_MEMBER void ask(int64_t group) const {
-        for (int64_t i = from; i < to; i += 64) __builtin_prefetch(panel + group * bytes + i, 0, 2);
+        for (int64_t i = from; i < to; i += 64) __builtin_prefetch(panel + group * bytes + i, 0, 3);
     }
 };
 
@@ -180,9 +180,8 @@ template <int T, bool Q4, bool WIDE, class Groups>
 __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ahead ahead, const Activations& a, int64_t first, int64_t last,
                                                    int64_t token, const Target& target, float* sums) {
     constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
-    const int64_t tokens = a.tokens;
     const float *scales = a.scales + token, *offsets = a.sums + token;
-    const int32_t* counts = a.counts + token;
+    const int32_t* excess = a.excess + token;
     const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
     vf acc[T][VECTORS];
     for (int t = 0; t < T; t++)
@@ -191,10 +190,10 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
             else if (!first) store(sums + t * PANEL + v * W, splat(0.0f));
         }
     for (int64_t g = first; g < last; g++) {
-        const int64_t at = g * tokens;
+        const int64_t at = g * a.stride;
         ahead.ask(g);
         Dots<T> dots;
-        for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : -128 * counts[at + t]);
+        for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : excess[at + t]);
         if constexpr (WIDE) add_16<T>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
         else add_8<T, Q4>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
         // Scales are read only after the dot products, which need the registers.

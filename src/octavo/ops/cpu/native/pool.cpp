@@ -15,10 +15,17 @@ static constexpr int SPINS = 2000;
 static constexpr uint64_t LOW = 0xffffffff;
 
 Pool::Pool(int threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+    try {
+        for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+    } catch (...) {  // the system starts no more
+        end();
+        throw;
+    }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;

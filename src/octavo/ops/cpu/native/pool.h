@@ -13,7 +13,7 @@
 
 class Pool {
   public:
-    explicit Pool(int threads);
+    explicit Pool(int threads);  // throws where the system does not start so many
     ~Pool();
     Pool(const Pool&) = delete;
 
@@ -38,6 +38,7 @@ class Pool {
     bool take();
     bool open() const;
     void work();
+    void end();
 
     std::vector<std::thread> workers_;
     // The loop being shared. Written before the ticket is, and read only by who holds a piece: the loop cannot end before.
