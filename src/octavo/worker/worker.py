@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -385,19 +385,6 @@ class Worker:
             "or have scales found while running: --calculate-kv-scales."
         ]
 
-    def _weights_warnings(self) -> list[str]:
-        """What the user should know about weights that were quantised for nothing."""
-        model, device, kinds = self._config.model, self._config.device, self._model.weights_kinds
-        if model.quantization is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
-            return []
-        why = "no kernel here takes them as they are stored"
-        if device.kind == "cuda" and device.capability < (8, 9) and model.quantization in ("fp8", "modelopt"):
-            why = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]}) has no float8; 8.9 or newer has"
-        return [
-            f"Weights quantised with {model.quantization} are kept dequantised ({', '.join(kinds)}): {why}. They run, but take the memory of "
-            "unquantised ones."
-        ]
-
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
         return EngineReady(
@@ -419,5 +406,22 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=[*size.warnings, *self._weights_warnings(), *self._cache_warnings()],
+            warnings=[*size.warnings, *quantized_for_nothing(config, self._model.weights_kinds), *self._cache_warnings()],
         )
+
+
+def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int]) -> list[str]:
+    """What the user should know about low-bit weights none of which are kept in few bits.
+
+    Args:
+        kinds: see `Model.weights_kinds`.
+    """
+    method, device = config.model.quantization, config.device
+    if method is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
+        return []
+    why = "no kernel here takes them as they are stored"
+    if device.kind == "cuda" and device.capability < (8, 9):
+        if method in ("fp8", "modelopt"):
+            return []  # said when the settings were resolved
+        why += f"; float8 takes compute capability 8.9, and {device.name} has {device.capability[0]}.{device.capability[1]}"
+    return [f"Weights quantised with {method} are kept dequantised ({', '.join(kinds)}): {why}. They take the memory of unquantised ones."]
