@@ -67,6 +67,20 @@ def test_refusals(device: DeviceInfo, settings: dict[str, Any], words: str) -> N
         config(device, **settings)
 
 
+def test_gguf_may_be_named_too() -> None:
+    hf_config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100}
+
+    def resolved(path: str, **settings: Any) -> EngineConfig:
+        return resolve(
+            EngineArgs(quantization="gguf", **settings), path=path, name="m", hf_config=hf_config, eos_token_ids=(2,), device=CPU
+        )
+
+    assert resolved("/m.gguf").model.quantization is None
+    assert resolved("/m", load_format="gguf").model.quantization is None
+    with pytest.raises(ConfigError, match="--quantization gguf: m is no GGUF file"):
+        resolved("/m")
+
+
 def test_a_card_without_float8_says_what_becomes_of_the_weights() -> None:
     def warned(device: DeviceInfo, method: str, **kinds: int) -> list[str]:
         chosen = config(device)
