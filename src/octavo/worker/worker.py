@@ -371,20 +371,6 @@ class Worker:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
-    def _cache_warnings(self) -> list[str]:
-        """What the user should know about a float8 cache."""
-        missing = len(self._model.layer_specs) - len(self._model.kv_scales)
-        cache = self._config.cache
-        if cache.dtype != "float8_e4m3fn" or cache.calibrate or not missing:
-            return []
-        where = (
-            "the checkpoint has no k_scale and v_scale" if not self._model.kv_scales else f"{missing} layers have no k_scale and v_scale"
-        )
-        return [
-            f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto, "
-            "or have scales found while running: --calculate-kv-scales."
-        ]
-
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
         return EngineReady(
@@ -406,7 +392,11 @@ class Worker:
             kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             phases=self._phases,
-            warnings=[*size.warnings, *quantized_for_nothing(config, self._model.weights_kinds), *self._cache_warnings()],
+            warnings=[
+                *size.warnings,
+                *quantized_for_nothing(config, self._model.weights_kinds),
+                *cache_warnings(config, len(self._model.layer_specs), len(self._model.kv_scales)),
+            ],
         )
 
 
@@ -425,3 +415,22 @@ def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int]) -> lis
             return []  # said when the settings were resolved
         why += f"; float8 takes compute capability 8.9, and {device.name} has {device.capability[0]}.{device.capability[1]}"
     return [f"Weights quantised with {method} are kept dequantised ({', '.join(kinds)}): {why}. They take the memory of unquantised ones."]
+
+
+def cache_warnings(config: EngineConfig, layers: int, scaled: int) -> list[str]:
+    """What the user should know about a float8 cache.
+
+    Args:
+        scaled: layers for which the checkpoint has scales.
+    """
+    cache, device = config.cache, config.device
+    if cache.dtype != "float8_e4m3fn":
+        able = device.kind == "cuda" and device.capability >= (8, 9) and scaled == layers
+        return ["The checkpoint has the scales of an FP8 KV cache: --kv-cache-dtype fp8 holds twice the tokens."] if able else []
+    if cache.calibrate or scaled == layers:
+        return []
+    where = f"{layers - scaled} layers have no k_scale and v_scale" if scaled else "the checkpoint has no k_scale and v_scale"
+    return [
+        f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto, or have scales found while "
+        "running: --calculate-kv-scales."
+    ]

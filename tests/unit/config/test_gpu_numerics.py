@@ -15,7 +15,7 @@ from octavo.config.resolve import resolve
 from octavo.config.types import DeviceInfo, EngineConfig
 from octavo.errors import ConfigError
 from octavo.frontend.launch import prepare_launch
-from octavo.worker.worker import quantized_for_nothing
+from octavo.worker.worker import cache_warnings, quantized_for_nothing
 
 HOPPER = DeviceInfo("cuda", "H200", 2**37, 2**37, 8, capability=(9, 0))
 AMPERE = dataclasses.replace(HOPPER, name="A100", capability=(8, 0))
@@ -65,6 +65,19 @@ def test_scales_found_while_running() -> None:
 def test_refusals(device: DeviceInfo, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config(device, **settings)
+
+
+def test_warnings_of_a_float8_cache() -> None:
+    fp8 = config(kv_cache_dtype="fp8")
+    (none,), (some,) = cache_warnings(fp8, 30, 0), cache_warnings(fp8, 30, 28)
+    assert "the checkpoint has no k_scale" in none and "--calculate-kv-scales" in none
+    assert "2 layers have no k_scale" in some
+    assert cache_warnings(fp8, 30, 30) == []
+    assert cache_warnings(config(kv_cache_dtype="fp8", calculate_kv_scales=True), 30, 0) == []
+    (hint,) = cache_warnings(config(), 30, 30)
+    assert "--kv-cache-dtype fp8 holds twice the tokens" in hint
+    for device, scaled in ((HOPPER, 0), (AMPERE, 30), (CPU, 30)):
+        assert cache_warnings(config(device), 30, scaled) == []
 
 
 def test_gguf_may_be_named_too() -> None:
