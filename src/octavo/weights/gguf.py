@@ -11,10 +11,10 @@ import torch
 
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
 from octavo.errors import CheckpointError
-from octavo.ops.coded import CodedRows, dequantize
+from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import EncodedRows
 from octavo.weights.gguf_blocks import unpack
-from octavo.weights.gguf_coded import coded_rows, is_readable
+from octavo.weights.gguf_coded import coded_rows, is_readable, packed_bits
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.stored import StoredTensor
 
@@ -112,11 +112,17 @@ class _Blocks:
 
 def _coded(blocks: _Blocks, device: torch.device) -> Callable[[], CodedRows] | None:
     tensor = blocks.tensor
-    if len(tensor.shape) != 2 or not is_readable(tensor.type):
+    # What no kernel of a GPU takes is dequantised there piece by piece: `copy_into`.
+    wanted = is_readable(tensor.type) if device.type == "cpu" else packed_bits(tensor.type) is not None
+    if len(tensor.shape) != 2 or not wanted:
         return None
 
     def coded() -> CodedRows:
-        rows = coded_rows(blocks.read(0, blocks.rows, device), tensor.type)
+        step = max(1, _DEVICE_CHUNK_VALUES // tensor.shape[1])
+        begins = range(0, blocks.rows, step)
+        parts = [coded_rows(blocks.read(start, min(start + step, blocks.rows), device), tensor.type) for start in begins]
+        rows = joined(parts)
+        assert rows is not None, "rows of one type are alike"
         for worth in (rows.scales, rows.minimums):
             if worth is not None and not bool(torch.isfinite(worth).all()):
                 raise CheckpointError(f"{blocks.path}: tensor {tensor.name} holds scales that are NaN or infinite: it is damaged.")

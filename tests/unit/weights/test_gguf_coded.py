@@ -86,12 +86,14 @@ def test_cut_reordered_and_joined(name: str) -> None:
     )
 
 
-def test_read_by_several_threads(tmp_path: Path) -> None:
-    """As it is on the way to a device: the same codes, from the same bytes."""
-    raw = blocks_of("Q4_K", 64)
+@pytest.mark.parametrize("name", ["Q4_K", "IQ4_NL", "Q8_0"])
+def test_read_by_several_threads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is on the way to a device, and piece by piece: the same codes, from the same bytes."""
+    monkeypatch.setattr("octavo.weights.gguf._DEVICE_CHUNK_VALUES", 7 * 512)
+    raw = blocks_of(name, 64)
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=GGMLQuantizationType.Q4_K)
+    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=GGMLQuantizationType[name])
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(8, np.float32))
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
     cpu = torch.device("cpu")
@@ -99,10 +101,10 @@ def test_read_by_several_threads(tmp_path: Path) -> None:
         stored = {t.name: t for t in open_gguf(read_gguf(str(path)), cpu, reader)}
         coded = stored["blk.0.ffn_up.weight"].coded
         assert coded is not None and stored["blk.0.attn_norm.weight"].coded is None
-        assert_equal(dequantize(coded()), expected(raw, "Q4_K"))
+        assert_equal(dequantize(coded()), expected(raw, name))
         found = torch.empty(64, 512)
         stored["blk.0.ffn_up.weight"].copy_into(found)
-    assert_equal(found, expected(raw, "Q4_K"))
+    assert_equal(found, expected(raw, name))
 
 
 def test_parts_with_and_without_minimums_stay_apart() -> None:
