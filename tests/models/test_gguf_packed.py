@@ -14,7 +14,7 @@ import torch
 
 from octavo.config.types import ParallelConfig
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.loader import load_model
+from octavo.models.loader import keeps_gguf_packed, load_model
 from octavo.ops.packed import DenseWeight, ExpertsWeight, Int4Weight, Int8Weight, OffsetWeight, SegmentedWeight, TableWeight
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import run
@@ -172,3 +172,14 @@ def test_compiled_decoders_keep_them_small(name: str, tmp_path: Path) -> None:
     load_file(packed, ops="native", total_bytes=fits)
     with pytest.raises(ConfigError, match="The weights of tiny need"):
         load_file(packed, ops="native", total_bytes=little)
+
+
+def test_where_they_stay_packed() -> None:
+    """Where `linear` reads them as they are, that is: on a GPU in 16 bits, and not where it would unpack them in every step."""
+    pytest.importorskip("triton")
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    kernels, invariant = load_ops("cuda"), load_ops("cuda", batch_invariant=True)
+    assert keeps_gguf_packed(kernels, cuda, torch.bfloat16) and keeps_gguf_packed(kernels, cuda, torch.float16)
+    assert not keeps_gguf_packed(kernels, cuda, torch.float32)
+    assert not keeps_gguf_packed(invariant, cuda, torch.bfloat16)
+    assert not keeps_gguf_packed(load_ops("cpu"), cpu, torch.float32)
