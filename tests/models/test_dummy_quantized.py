@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from octavo.config.types import ParallelConfig
 from octavo.errors import ConfigError
 from octavo.models.loader import load_model
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, SegmentedWeight, TableWeight
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import load, run
+from tests.models.test_quantized_models import FAMILIES
 from tests.support.quantized_layouts import LAYOUTS
+from tests.support.thread_group import together
 from tests.support.tiny_models import config_for, tiny_model
 
 IDS = [3, 5, 7, 9]
@@ -81,3 +85,22 @@ def test_what_it_takes_is_known_before() -> None:
     small = config_for("nowhere", hf_config=config, load_format="dummy", total_bytes=model.weights_bytes // 2)
     with pytest.raises(ConfigError, match="The weights of tiny need"):
         load_model(small, load_ops("reference"), torch.device("cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families(case: str) -> None:
+    family, overrides, name, _ = FAMILIES[case]
+    model = dummy(config_of(family, LAYOUTS[name](64, 64, 0).config, **overrides), "reference")
+    assert bool(run(model, IDS).isfinite().all())
+    assert any(kind.startswith(("4-bit", "8-bit")) for kind in model.weights_kinds)
+
+
+@pytest.mark.parametrize("name", ["awq-32", "gptq-act-order", "fp8-block", "squeezellm"])
+def test_ranks_make_up_their_shares(name: str) -> None:
+    resolved = config_for("nowhere", hf_config=config_of("llama", LAYOUTS[name](64, 64, 0).config), load_format="dummy")
+    resolved = replace(resolved, parallel=ParallelConfig(tensor=2))
+    first, second = together(
+        2, lambda group: run(load_model(resolved, load_ops("reference"), torch.device("cpu"), lambda *_: None, group), IDS)
+    )
+    assert torch.equal(first, second)
+    assert bool(first.isfinite().all()) and float(first.std()) > 0.1

@@ -14,7 +14,7 @@ import torch
 
 from octavo.config.types import ParallelConfig
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models.loader import load_model
+from octavo.models.loader import keeps_gguf_packed, load_model
 from octavo.ops.packed import DenseWeight, ExpertsWeight, Int4Weight, Int8Weight, OffsetWeight, SegmentedWeight, TableWeight
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import run
@@ -24,7 +24,7 @@ from tests.support.gguf_blocks import small_blocks
 from tests.support.gguf_models import Array, tensors_of, write_model
 from tests.support.thread_group import together
 from tests.support.tiny_models import config_for, tiny_model
-from tests.unit.weights.test_gguf_coded import KINDS, PACKED
+from tests.unit.weights.test_gguf_coded import KINDS, PACKED, UNPACKED
 
 IDS = [5, 7, 11, 13, 17, 19]
 SIZES = {
@@ -74,7 +74,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("name", [*PACKED, "Q6_K"])
+@pytest.mark.parametrize("name", [*PACKED, *UNPACKED])
 def test_logits_of_the_dequantised_file(name: str, tmp_path: Path) -> None:
     packed, plain = packed_and_plain(tmp_path, lambda _: name)
     expected = run(load_file(plain), IDS)
@@ -82,7 +82,7 @@ def test_logits_of_the_dequantised_file(name: str, tmp_path: Path) -> None:
     model: Any = load_file(packed, ops="reference")
     assert distance(run(model, IDS), expected) < 1e-5
     assert distance(run(load_file(packed, ops="cpu"), IDS), expected) < 1e-5
-    wanted = DenseWeight if name == "Q6_K" else KINDS.get(name, OffsetWeight)
+    wanted = DenseWeight if name in UNPACKED else KINDS.get(name, OffsetWeight)
     for weight in (model._layers[0].attention.qkv.weight, model._layers[1].mlp.down.weight, model._head.weight):
         assert isinstance(weight, wanted)
 
@@ -160,15 +160,26 @@ def test_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed.weights_bytes < 0.5 * plain.weights_bytes
 
 
-@pytest.mark.parametrize("name", [*PACKED, "Q6_K"])
+@pytest.mark.parametrize("name", [*PACKED, *UNPACKED])
 def test_compiled_decoders_keep_them_small(name: str, tmp_path: Path) -> None:
     """What their kernels do not take as it is becomes groups of 4 or 8 bits where it can, else 16 bits, and never 32."""
     packed, plain = packed_and_plain(tmp_path, lambda _: name)
     model, whole = load_file(packed, ops="native"), load_file(plain, ops="native")
     assert distance(run(model, IDS), run(whole, IDS)) < 2e-3
     bits = 32 * model.weights_bytes / whole.weights_bytes
-    assert bits < {"Q4_0": 5.1, "Q4_1": 5.1, "Q4_K": 5.1, "Q5_0": 8.6, "Q8_0": 8.6}.get(name, 16.1)
+    assert bits < {"Q4_0": 5.1, "Q4_1": 5.1, "Q4_K": 5.1, "Q5_0": 8.6, "Q8_0": 8.6, "Q3_K": 8.6}.get(name, 16.1)
     fits, little = int(model.weights_bytes * 1.02), int(model.weights_bytes * 0.9)
     load_file(packed, ops="native", total_bytes=fits)
     with pytest.raises(ConfigError, match="The weights of tiny need"):
         load_file(packed, ops="native", total_bytes=little)
+
+
+def test_where_they_stay_packed() -> None:
+    """Where `linear` reads them as they are, that is: on a GPU in 16 bits, and not where it would unpack them in every step."""
+    pytest.importorskip("triton")
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    kernels, invariant = load_ops("cuda"), load_ops("cuda", batch_invariant=True)
+    assert keeps_gguf_packed(kernels, cuda, torch.bfloat16) and keeps_gguf_packed(kernels, cuda, torch.float16)
+    assert not keeps_gguf_packed(kernels, cuda, torch.float32)
+    assert not keeps_gguf_packed(invariant, cuda, torch.bfloat16)
+    assert not keeps_gguf_packed(load_ops("cpu"), cpu, torch.float32)

@@ -11,6 +11,10 @@ SIZES = {name: (values, size) for name, values, size in GGML_TYPES.values()}
 """Type -> values and bytes of a block."""
 
 
+_HALVES = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}
+"""Where in a block there are float16 numbers; else at its beginning."""
+
+
 def blocks_of(name: str, rows: int = 6, columns: int = 512, seed: int = 3) -> npt.NDArray[np.uint8]:
     """Rows of blocks of a ggml type: random bytes, with numbers where numbers must be."""
     values, size = SIZES[name]
@@ -18,11 +22,23 @@ def blocks_of(name: str, rows: int = 6, columns: int = 512, seed: int = 3) -> np
     if name == "MXFP4":
         raw[..., 0] = 120 + raw[..., 0] % 8
     else:
-        raw[..., :4] &= 0xBF  # finite float16
+        for place in _HALVES.get(name, (0, 2)):
+            raw[..., place : place + 2] &= 0xBF  # finite
     return raw.reshape(rows, -1)
 
 
-_WORTH = {"Q4_K": 4e-4, "Q5_K": 2e-4, "Q6_K": 3e-5, "IQ4_NL": 1e-3, "IQ4_XS": 5e-5, "Q8_0": 8e-4, "Q5_0": 5e-3, "Q5_1": 5e-3}
+_WORTH = {
+    "Q3_K": 5e-4,
+    "Q2_K": 3e-3,
+    "Q4_K": 4e-4,
+    "Q5_K": 2e-4,
+    "Q6_K": 3e-5,
+    "IQ4_NL": 1e-3,
+    "IQ4_XS": 5e-5,
+    "Q8_0": 8e-4,
+    "Q5_0": 5e-3,
+    "Q5_1": 5e-3,
+}
 """Of a code, in `small_blocks`; 0.01 for others."""
 
 
@@ -37,8 +53,9 @@ def small_blocks(name: str, rows: int, columns: int, seed: int) -> npt.NDArray[n
 
     if name == "MXFP4":
         raw[..., 0] = 122
-    elif name == "Q6_K":
-        raw[..., 208:] = half(worth)
+    elif name in _HALVES:
+        for place in _HALVES[name]:
+            raw[..., place : place + 2] = half(worth)
     else:
         raw[..., :2] = half(worth)
     if name in ("Q4_1", "Q5_1"):

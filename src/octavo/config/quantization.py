@@ -22,6 +22,7 @@ METHODS: Final[Mapping[str, str]] = {
     "compressed_tensors": "compressed-tensors",
     "fp8": "fp8",
     "fbgemm_fp8": "fp8",
+    "ptpc_fp8": "fp8",
     "modelopt": "modelopt",
     "int8": "int8",
     "w8a8_int8": "int8",

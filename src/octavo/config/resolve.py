@@ -172,6 +172,15 @@ def _positive(args: EngineArgs, name: str, maximum: float = math.inf) -> float |
     return float(value)
 
 
+def _asked_quantization(args: EngineArgs, path: str, name: str) -> str | None:
+    """A GGUF file says by itself what it is; who says so too is right."""
+    if args.quantization != "gguf":
+        return args.quantization
+    if not path.endswith(".gguf") and args.load_format != "gguf":
+        raise ConfigError(f"--quantization gguf: {name} is no GGUF file. Leave the option out, or name the .gguf file as the model.")
+    return None
+
+
 def _model(
     args: EngineArgs,
     path: str,
@@ -185,7 +194,7 @@ def _model(
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures or not isinstance(architectures[0], str):
         raise UnsupportedModel(f"{name}: its config names no architecture ('architectures'), so Octavo cannot tell how to run it.")
-    quantization = quantization_method(args.quantization, hf_config, name)
+    quantization = quantization_method(_asked_quantization(args, path, name), hf_config, name)
     if quantization in ("fp8", "modelopt") and device.kind == "cuda" and device.capability < (8, 9):
         major, minor = device.capability
         if hf_config.get("quantization_config") is None:

@@ -200,7 +200,7 @@ def _bits_kept(tensor: GgufTensor, itemsize: int, ops: Ops) -> float:
         return 8 * itemsize if bits is None else bits
     if tensor.type in ops.decoder.encodings:
         return 8 * tensor.nbytes / math.prod(tensor.shape)
-    return {"Q4_K": 5.0, "Q5_0": 8.5}.get(tensor.type, 16.0)
+    return {"Q4_K": 5.0, "Q5_0": 8.5, "Q3_K": 8.5}.get(tensor.type, 16.0)
 
 
 @contextmanager
@@ -303,7 +303,7 @@ def _stored(
 ) -> tuple[int, Iterable[StoredTensor]]:
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
-        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on)
+        return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on, reader)
     files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))

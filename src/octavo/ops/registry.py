@@ -219,7 +219,7 @@ class Ops:
     decoder: DecoderKernels | None = None
     """Whole forward passes, where the device has them: then nothing else here is called for a float32 decoder."""
     keeps_low_bit: bool = True
-    """`pack_coded` leaves weights in few bits; else it dequantises, and what can be read in full precision had better be."""
+    """`linear` computes with weights in few bits as they are; else what can be read in full precision had better be."""
     draw: Draw | None = None
     """Of the sampler, not of layers. None: the sampler does it in plain torch."""
 

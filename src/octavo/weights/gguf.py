@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -10,25 +11,29 @@ import torch
 
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
 from octavo.errors import CheckpointError
-from octavo.ops.coded import CodedRows
+from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import EncodedRows
 from octavo.weights.gguf_blocks import unpack
-from octavo.weights.gguf_coded import coded_rows, packed_bits
+from octavo.weights.gguf_coded import coded_rows, is_readable, packed_bits
+from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.stored import StoredTensor
 
 _CHUNK_VALUES: Final = 2**20
 """Values unpacked at a time: small enough that the temporaries stay in the cache."""
+_DEVICE_CHUNK_VALUES: Final = 2**26
+"""The same on a device, where few and large operations are quickest: temporaries of a gigabyte at most."""
 
 _ROPE_DIVISORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
-def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None) -> Iterator[StoredTensor]:
+def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: ParallelReader | None = None) -> Iterator[StoredTensor]:
     """The tensors of a parsed file, except the rotary divisors (see `rope_divisors`).
+
+    Those of experts, and of heads kept apart, are handed on one by one: `blk.3.ffn_up_exps.weight` as `blk.3.ffn_up_exps.0.weight`, ...
 
     Args:
         packed_on: where matrices are wanted as codes too, if they are.
-
-    Those of experts, and of heads kept apart, are handed on one by one: `blk.3.ffn_up_exps.weight` as `blk.3.ffn_up_exps.0.weight`, ...
+        reader: reads instead what goes to a device as it is.
 
     Raises:
         CheckpointError: the file cannot be mapped, or it is not what its header says.
@@ -41,8 +46,9 @@ def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None) -> Iterator
         if whole.name in _ROPE_DIVISORS:
             continue
         for tensor in _slices(whole):
-            copier, encoded = _copier(data, tensor, gguf.path), _encoded(data, tensor)
-            coded = None if packed_on is None else _coded(data, tensor, gguf.path, packed_on)
+            blocks = _Blocks(data, tensor, gguf.path, reader)
+            copier, encoded = _copier(blocks), _encoded(data, tensor)
+            coded = None if packed_on is None else _coded(blocks, packed_on)
             yield StoredTensor(tensor.name, tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded, coded=coded)
 
 
@@ -67,7 +73,7 @@ def rope_divisors(gguf: GgufFile, name: str = _ROPE_DIVISORS[0]) -> list[float] 
     if (tensor := gguf.tensors.get(name)) is None:
         return None
     out = torch.empty(tensor.shape, dtype=torch.float32)
-    _copier(np.memmap(gguf.path, dtype=np.uint8, mode="r"), tensor, gguf.path)(out)
+    _copier(_Blocks(np.memmap(gguf.path, dtype=np.uint8, mode="r"), tensor, gguf.path))(out)
     return out.flatten().tolist()
 
 
@@ -79,39 +85,69 @@ def _encoded(data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor) -> C
     return lambda: EncodedRows(tensor.type, (rows, columns), stored)
 
 
-def _coded(
-    data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor, path: str, device: torch.device
-) -> Callable[[], CodedRows] | None:
-    if len(tensor.shape) != 2 or packed_bits(tensor.type) is None:
+@dataclass(frozen=True)
+class _Blocks:
+    """The bytes of a tensor."""
+
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    tensor: GgufTensor
+    path: str
+    reader: ParallelReader | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.tensor.shape[0] if len(self.tensor.shape) > 1 else 1
+
+    def read(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Rows [start, stop): [rows, bytes of a row] uint8."""
+        size = self.tensor.nbytes // self.rows
+        begin = self.tensor.offset + start * size
+        if self.reader is None or self.reader.device.type != device.type:
+            stored = self.data[begin : self.tensor.offset + stop * size]
+            return torch.from_numpy(np.array(stored)).view(stop - start, size).to(device)  # a copy: the map is read-only
+        out = torch.empty(stop - start, size, dtype=torch.uint8, device=device)
+        self.reader.read(self.path, begin, out)
+        return out
+
+
+def _coded(blocks: _Blocks, device: torch.device) -> Callable[[], CodedRows] | None:
+    tensor = blocks.tensor
+    # What no kernel of a GPU takes is dequantised there piece by piece: `copy_into`.
+    wanted = is_readable(tensor.type) if device.type == "cpu" else packed_bits(tensor.type) is not None
+    if len(tensor.shape) != 2 or not wanted:
         return None
 
     def coded() -> CodedRows:
-        stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(tensor.shape[0], -1)
-        rows = coded_rows(torch.from_numpy(np.array(stored)).to(device), tensor.type)
+        step = max(1, _DEVICE_CHUNK_VALUES // tensor.shape[1])
+        begins = range(0, blocks.rows, step)
+        parts = [coded_rows(blocks.read(start, min(start + step, blocks.rows), device), tensor.type) for start in begins]
+        rows = joined(parts)
+        assert rows is not None, "rows of one type are alike"
         for worth in (rows.scales, rows.minimums):
             if worth is not None and not bool(torch.isfinite(worth).all()):
-                raise CheckpointError(f"{path}: tensor {tensor.name} holds scales that are NaN or infinite: it is damaged.")
+                raise CheckpointError(f"{blocks.path}: tensor {tensor.name} holds scales that are NaN or infinite: it is damaged.")
         return rows
 
     return coded
 
 
-def _copier(
-    data: np.ndarray[Any, np.dtype[np.uint8]],
-    tensor: GgufTensor,
-    path: str,
-) -> Callable[[torch.Tensor], None]:
+def _copier(blocks: _Blocks) -> Callable[[torch.Tensor], None]:
+    tensor = blocks.tensor
+
     def copy_into(destination: torch.Tensor) -> None:
-        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-        stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
-        target = destination.view(rows, -1)
-        step = max(1, _CHUNK_VALUES // target.shape[1])
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            chunk = np.array(stored[start:stop])  # a copy: the map is read-only
+        target = destination.view(blocks.rows, -1)
+        device = destination.device
+        # A device unpacks faster than the host, and its bus carries less.
+        there = device.type != "cpu" and is_readable(tensor.type)
+        step = max(1, (_DEVICE_CHUNK_VALUES if there else _CHUNK_VALUES) // target.shape[1])
+        for start in range(0, blocks.rows, step):
+            stop = min(start + step, blocks.rows)
+            if there:
+                target[start:stop].copy_(dequantize(coded_rows(blocks.read(start, stop, device), tensor.type), destination.dtype))
+                continue
             try:
-                target[start:stop].copy_(unpack(chunk, tensor.type))
+                target[start:stop].copy_(unpack(blocks.read(start, stop, torch.device("cpu")).numpy(), tensor.type))
             except NotImplementedError:
-                raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be read.") from None
+                raise CheckpointError(f"{blocks.path}: tensor {tensor.name} has type {tensor.type}, which cannot be read.") from None
 
     return copy_into

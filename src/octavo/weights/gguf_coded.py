@@ -1,7 +1,7 @@
-"""GGUF's block formats as codes, where runs of 32 or more columns share what the codes are worth: for weights that stay packed.
+"""GGUF's block formats as codes, for weights that stay packed, and to be dequantised where they are wanted.
 
 Codes and their worth are exact; K-quants' scales are products of two numbers in the file, which takes float32 to hold. Formats whose
-runs are shorter (Q6_K, Q3_K, Q2_K) or whose codes are no plain numbers (most IQ types) have no such form, and are dequantised.
+runs are shorter than kernels take (Q6_K, Q2_K) do not stay packed; those whose codes are no plain numbers (most IQ types) are not read here.
 Layouts: ggml-common.h of the ggml project.
 """
 
@@ -25,8 +25,8 @@ class _Block:
     bytes: int
     read: Callable[[torch.Tensor], CodedRows]
     """[rows, blocks, bytes] uint8 -> [rows, columns]"""
-    bits: float
-    """Of a weight, as it is kept packed."""
+    bits: float | None = None
+    """Of a weight, as it is kept packed; None: it cannot be."""
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -102,6 +102,37 @@ def _q5_k(blocks: torch.Tensor) -> CodedRows:
     return _five_bits(_k_nibbles(blocks[..., 48:]) | fifth, *_k_scales(blocks))
 
 
+def _shifted(packed: torch.Tensor, *shifts: int) -> torch.Tensor:
+    """[rows, blocks, bytes] -> [rows, blocks, shifts * bytes]: of 32 bytes each all shifts, one after the other."""
+    by = torch.tensor(shifts, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+    return (packed.reshape(*packed.shape[:2], -1, 1, RUN) >> by).flatten(2)
+
+
+def _q6_k(blocks: torch.Tensor) -> CodedRows:
+    halves = blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)
+    codes = _nibbles(halves).flatten(-2) | (_shifted(blocks[..., 128:192], 0, 2, 4, 6) & 3) << 4
+    scales = _half(blocks, 208).float().unsqueeze(-1) * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return CodedRows((codes.view(torch.int8) - 32).flatten(1), 8, scales.flatten(1), group=16)
+
+
+def _q3_k(blocks: torch.Tensor) -> CodedRows:
+    """A code times its run's 6-bit scale is a number of 8 bits, if its sign is turned: -32 * -4 is the one that would not fit."""
+    low, high = blocks[..., 96:104], blocks[..., 104:108]
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
+    scales = torch.cat((low & 15, low >> 4), -1) | ((high.unsqueeze(-2) >> shifts) & 3).flatten(-2) << 4
+    taken = (_shifted(blocks[..., :32], *range(8)) & 1 ^ 1) << 2  # the offset is zero where the bit is one
+    codes = (_shifted(blocks[..., 32:96], 0, 2, 4, 6) & 3).view(torch.int8) - taken.view(torch.int8)
+    worth = (32 - scales.view(torch.int8)).repeat_interleave(16, -1)
+    return CodedRows((codes * worth).flatten(1), 8, -_half(blocks, 108), group=256)
+
+
+def _q2_k(blocks: torch.Tensor) -> CodedRows:
+    scales, d, dmin = blocks[..., :16], *(_half(blocks, at).float().unsqueeze(-1) for at in (80, 82))
+    codes = _shifted(blocks[..., 16:80], 0, 2, 4, 6) & 3
+    worth, minimums = d * (scales & 15).float(), -dmin * (scales >> 4).float()
+    return CodedRows(codes.flatten(1), 4, worth.flatten(1), minimums=minimums.flatten(1), group=16)
+
+
 def _table(codes: torch.Tensor, scales: torch.Tensor, values: tuple[int, ...]) -> CodedRows:
     return CodedRows(codes.flatten(1), 4, scales, table=torch.tensor([values], dtype=torch.float32, device=codes.device), group=RUN)
 
@@ -134,6 +165,9 @@ _BLOCKS: Final[Mapping[str, _Block]] = {
     "IQ4_NL": _Block(18, _iq4_nl, 4.5),
     "IQ4_XS": _Block(136, _iq4_xs, 5.0),
     "MXFP4": _Block(17, _mxfp4, 4.5),
+    "Q3_K": _Block(110, _q3_k, 8.0625),
+    "Q6_K": _Block(210, _q6_k),
+    "Q2_K": _Block(84, _q2_k),
 }
 
 
@@ -143,8 +177,13 @@ def packed_bits(type_name: str) -> float | None:
     return None if block is None else block.bits
 
 
+def is_readable(type_name: str) -> bool:
+    """Whether `coded_rows` reads a type."""
+    return type_name in _BLOCKS
+
+
 def coded_rows(rows: torch.Tensor, type_name: str) -> CodedRows:
-    """A matrix whose type `packed_bits` knows.
+    """A matrix of a type that is readable.
 
     Args:
         rows: [rows, bytes of a row] uint8

@@ -62,7 +62,7 @@ class ParallelReader:
     """
 
     def __init__(self, device: torch.device, *, threads: int = READERS, piece: int = PIECE_BYTES) -> None:
-        self._device = device
+        self.device = device
         self._piece = piece
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="octavo-read")
@@ -72,8 +72,8 @@ class ParallelReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown(cancel_futures=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the pinned buffers go with us
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the pinned buffers go with us
 
     def read(self, path: str, offset: int, destination: torch.Tensor) -> None:
         """Fill `destination`, contiguous and of the file's own dtype, with the bytes from `offset` on.
@@ -82,17 +82,17 @@ class ParallelReader:
             CheckpointError: the file cannot be read, or ends too early.
         """
         raw = destination.view(-1).view(torch.uint8)
-        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         begins = range(0, len(raw), self._piece)
         pieces = [self._pool.submit(self._fetch, path, offset + b, raw[b : b + self._piece], ready) for b in begins]
         for piece in pieces:
             if (arrived := piece.result()) is not None:
-                torch.cuda.current_stream(self._device).wait_event(arrived)
+                torch.cuda.current_stream(self.device).wait_event(arrived)
 
     def _fetch(self, path: str, offset: int, destination: torch.Tensor, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         reader: _Reader | None = getattr(self._local, "reader", None)
         if reader is None:
-            reader = self._local.reader = _Reader(self._device, self._piece)
+            reader = self._local.reader = _Reader(self.device, self._piece)
         return reader.fetch(path, offset, destination, ready)
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -379,33 +379,7 @@ class Worker:
     def _cache_warnings(self) -> list[str]:
         """What the user should know about windows that save nothing, and about a float8 cache."""
         wasted = wasted_windows(self._config, self._layout)
-        return ([wasted] if wasted else []) + self._float8_warnings()
-
-    def _float8_warnings(self) -> list[str]:
-        missing = len(self._model.layer_specs) - len(self._model.kv_scales)
-        cache = self._config.cache
-        if cache.dtype != "float8_e4m3fn" or cache.calibrate or not missing:
-            return []
-        where = (
-            "the checkpoint has no k_scale and v_scale" if not self._model.kv_scales else f"{missing} layers have no k_scale and v_scale"
-        )
-        return [
-            f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto, "
-            "or have scales found while running: --calculate-kv-scales."
-        ]
-
-    def _weights_warnings(self) -> list[str]:
-        """What the user should know about weights that were quantised for nothing."""
-        model, device, kinds = self._config.model, self._config.device, self._model.weights_kinds
-        if model.quantization is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
-            return []
-        why = "no kernel here takes them as they are stored"
-        if device.kind == "cuda" and device.capability < (8, 9) and model.quantization in ("fp8", "modelopt"):
-            why = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]}) has no float8; 8.9 or newer has"
-        return [
-            f"Weights quantised with {model.quantization} are kept dequantised ({', '.join(kinds)}): {why}. They run, but take the memory of "
-            "unquantised ones."
-        ]
+        return [*([wasted] if wasted else []), *cache_warnings(self._config, len(self._model.layer_specs), len(self._model.kv_scales))]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
         config, shape = self._config, self._shape
@@ -429,5 +403,46 @@ class Worker:
             attention=self._attention.name,
             sums=self._ranks.sums,
             phases=self._phases,
-            warnings=[*self._model_warnings(), *size.warnings, *self._weights_warnings(), *self._cache_warnings()],
+            warnings=[
+                *self._model_warnings(),
+                *size.warnings,
+                *quantized_for_nothing(config, self._model.weights_kinds),
+                *self._cache_warnings(),
+            ],
         )
+
+
+def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int]) -> list[str]:
+    """What the user should know about low-bit weights none of which are kept in few bits.
+
+    Args:
+        kinds: see `Model.weights_kinds`.
+    """
+    method, device = config.model.quantization, config.device
+    if method is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
+        return []
+    why = "no kernel here takes them as they are stored"
+    if device.kind == "cuda" and device.capability < (8, 9):
+        if method in ("fp8", "modelopt"):
+            return []  # said when the settings were resolved
+        why += f"; float8 takes compute capability 8.9, and {device.name} has {device.capability[0]}.{device.capability[1]}"
+    return [f"Weights quantised with {method} are kept dequantised ({', '.join(kinds)}): {why}. They take the memory of unquantised ones."]
+
+
+def cache_warnings(config: EngineConfig, layers: int, scaled: int) -> list[str]:
+    """What the user should know about a float8 cache.
+
+    Args:
+        scaled: layers for which the checkpoint has scales.
+    """
+    cache, device = config.cache, config.device
+    if cache.dtype != "float8_e4m3fn":
+        able = device.kind == "cuda" and device.capability >= (8, 9) and scaled == layers
+        return ["The checkpoint has the scales of an FP8 KV cache: --kv-cache-dtype fp8 holds twice the tokens."] if able else []
+    if cache.calibrate or scaled == layers:
+        return []
+    where = f"{layers - scaled} layers have no k_scale and v_scale" if scaled else "the checkpoint has no k_scale and v_scale"
+    return [
+        f"FP8 KV cache: {where}, so a scale of 1.0 is used. Compare some answers with --kv-cache-dtype auto, or have scales found while "
+        "running: --calculate-kv-scales."
+    ]

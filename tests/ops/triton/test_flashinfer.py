@@ -132,6 +132,7 @@ def test_scales_by_head_are_refused(device: torch.device) -> None:
     [
         (HOPPER, (LayerSpec(8, 2, 80, 1.0),), {}, "heads of 64, 128, 256, not of 80"),
         (HOPPER, LAYERS, {"dtype": "float32"}, "bfloat16 and float16 models"),
+        (HOPPER, LAYERS, {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, "--calculate-kv-scales"),
         (DeviceInfo("cuda", "T4", 2**34, 2**34, 4, capability=(7, 5)), LAYERS, {"dtype": "float16"}, "T4 is too old"),
     ],
 )

@@ -15,6 +15,7 @@ from octavo.config.resolve import resolve
 from octavo.config.types import DeviceInfo, EngineConfig
 from octavo.errors import ConfigError
 from octavo.frontend.launch import prepare_launch
+from octavo.worker.worker import cache_warnings, quantized_for_nothing
 
 HOPPER = DeviceInfo("cuda", "H200", 2**37, 2**37, 8, capability=(9, 0))
 AMPERE = dataclasses.replace(HOPPER, name="A100", capability=(8, 0))
@@ -64,6 +65,47 @@ def test_scales_found_while_running() -> None:
 def test_refusals(device: DeviceInfo, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config(device, **settings)
+
+
+def test_warnings_of_a_float8_cache() -> None:
+    fp8 = config(kv_cache_dtype="fp8")
+    (none,), (some,) = cache_warnings(fp8, 30, 0), cache_warnings(fp8, 30, 28)
+    assert "the checkpoint has no k_scale" in none and "--calculate-kv-scales" in none
+    assert "2 layers have no k_scale" in some
+    assert cache_warnings(fp8, 30, 30) == []
+    assert cache_warnings(config(kv_cache_dtype="fp8", calculate_kv_scales=True), 30, 0) == []
+    (hint,) = cache_warnings(config(), 30, 30)
+    assert "--kv-cache-dtype fp8 holds twice the tokens" in hint
+    for device, scaled in ((HOPPER, 0), (AMPERE, 30), (CPU, 30)):
+        assert cache_warnings(config(device), 30, scaled) == []
+
+
+def test_gguf_may_be_named_too() -> None:
+    hf_config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100}
+
+    def resolved(path: str, **settings: Any) -> EngineConfig:
+        return resolve(
+            EngineArgs(quantization="gguf", **settings), path=path, name="m", hf_config=hf_config, eos_token_ids=(2,), device=CPU
+        )
+
+    assert resolved("/m.gguf").model.quantization is None
+    assert resolved("/m", load_format="gguf").model.quantization is None
+    with pytest.raises(ConfigError, match="--quantization gguf: m is no GGUF file"):
+        resolved("/m")
+
+
+def test_a_card_without_float8_says_what_becomes_of_the_weights() -> None:
+    def warned(device: DeviceInfo, method: str, **kinds: int) -> list[str]:
+        chosen = config(device)
+        chosen = dataclasses.replace(chosen, model=dataclasses.replace(chosen.model, quantization=method))
+        return quantized_for_nothing(chosen, kinds)
+
+    (told,) = warned(AMPERE, "compressed-tensors", bfloat16=100)
+    assert "are kept dequantised (bfloat16)" in told and "A100 has 8.0" in told
+    assert warned(AMPERE, "fp8", bfloat16=100) == []  # its settings say so already
+    assert warned(HOPPER, "fp8", bfloat16=10, **{"8-bit floating point": 90}) == []
+    (told,) = warned(HOPPER, "awq", bfloat16=100)
+    assert "8.9" not in told
 
 
 def test_attention_backends_by_vllms_names() -> None:

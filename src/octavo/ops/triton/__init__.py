@@ -43,5 +43,6 @@ def invariant_overrides() -> dict[str, Any]:
         "add_rms_norm": add_rms_norm,
         "gated_mul": gated_mul,
         "linear": invariant_linear,
+        "keeps_low_bit": False,  # it unpacks them anew in every step
         "draw": draw_tokens,
     }

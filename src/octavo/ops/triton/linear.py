@@ -53,7 +53,8 @@ class TritonLinear:
     def pack_coded(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
         weight = self._low_bit.pack(rows if rows.minimums is None else replace(rows, minimums=None), dtype)
-        return weight if rows.minimums is None else with_offsets(weight, rows, dtype)
+        weight = weight if rows.minimums is None else with_offsets(weight, rows, dtype)
+        return self.pack(weight.data) if isinstance(weight, DenseWeight) else weight
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ops.registry.Linear`."""
@@ -77,7 +78,7 @@ class TritonLinear:
         groups = len(weight.offsets)
         if len(x) <= _MOST_SUMMED_ROWS:
             out = self._low_bit.linear(x, weight.codes, bias)
-            sums = x.view(len(x), groups, -1).sum(-1, dtype=torch.float32)
+            sums = x.reshape(len(x), groups, -1).sum(-1, dtype=torch.float32)
             return torch.addmm(out.float(), sums, weight.offsets).to(x.dtype)
         unpacked = unpack_weight(weight.codes, x.dtype)
         unpacked.view(len(unpacked), groups, -1).add_(weight.offsets.T.unsqueeze(-1))
