@@ -168,6 +168,7 @@ void check_attention(OctavoEngine* engine) {
     cache.padded_block = (block + 15) / 16 * 16;
     cache.half = below(2);
     cache.window = below(2) ? 0 : 1 + below(40);
+    cache.sliding = below(2);  // which of the step's tables are its
     cache.scale = 1 / std::sqrt((float)dim);
     cache.soft_cap = below(3) ? 0.0f : 2.0f;
     const int blocks = (tokens + block - 1) / block;
@@ -186,10 +187,10 @@ void check_attention(OctavoEngine* engine) {
     std::vector<float> alone((size_t)(tokens * width)), together(alone);
     const auto attend = [&](int32_t start, int32_t count, std::vector<float>& out) {
         OctavoStep step = {};
-        step.cache_slots = places.data() + start;
+        (cache.sliding ? step.sliding_slots : step.cache_slots) = places.data() + start;
         step.row_start = &start;
         step.row_count = &count;
-        step.block_tables = table.data();
+        (cache.sliding ? step.sliding_tables : step.block_tables) = table.data();
         step.table_stride = blocks;
         step.num_tokens = count;
         step.num_rows = 1;
@@ -221,12 +222,12 @@ void check_attention(OctavoEngine* engine) {
 
 void check_draw(OctavoEngine* engine) {
     const int64_t vocab = 1 + below(3000);
-    const std::vector<float> logits = normals((size_t)vocab);
+    std::vector<float> logits = normals((size_t)vocab);
     const float numbers[] = {1.0f, 1.0f, 1.0f, -HUGE_VALF};  // top-k of one: the likeliest, whatever is drawn
     const int32_t slots[] = {0, 0}, modes[] = {0, 3}, keys[] = {0, 0, below(1 << 30), below(1 << 30)};
     for (int row = 0; row < 2; row++) {
         int32_t token = -2;
-        const OctavoDraw draw = {logits.data(), vocab, vocab, slots + row, modes + row, keys + 2 * row, numbers, 4, 1, 0};
+        const OctavoDraw draw = {logits.data(), vocab, vocab, slots + row, modes + row, keys + 2 * row, numbers, 4, nullptr, nullptr, 1, 0};
         octavo_draw(engine, &draw, &token);
         expect(token == std::max_element(logits.begin(), logits.end()) - logits.begin(), "draw " + std::to_string(row));
     }
