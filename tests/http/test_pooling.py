@@ -103,6 +103,15 @@ def test_bad_input_is_named(embedder: ServerProcess, path: str, body: dict[str, 
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_model_that_pools_says_so_when_it_is_talked_to(embedder: ServerProcess, path: str) -> None:
+    """And not that it lacks a chat template: one would not help."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} if "responses" not in path else {"input": "hi"}
+    reply = post(embedder, path, body)
+    assert reply.status_code == 400
+    assert "runs for pooling" in reply.text
+
+
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}fast{% endif %}"
 
 

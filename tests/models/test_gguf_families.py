@@ -183,7 +183,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
 
 
 def test_every_architecture_has_a_case() -> None:
-    elsewhere = {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "bert", "nomic-bert"}
+    elsewhere = {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "bert", "nomic-bert", "gemma-embedding"}
     assert {arch for arch, *_ in CASES.values()} | elsewhere == set(_ARCHITECTURES)
 
 
@@ -381,3 +381,25 @@ def test_a_ranking_file_scores_pairs(tmp_path: Path) -> None:
     _, path = roberta_file(tmp_path / "headless", "XLMRobertaModel", pooling_type=4)
     with pytest.raises(UnsupportedModel, match=r"cls\.output\.weight"):
         LLM(str(path), device="cpu", threads=1)
+
+
+def test_embedding_gemma_out_of_its_file(tmp_path: Path) -> None:
+    """It sees to both sides, through windows in five layers of six."""
+    from octavo import LLM
+
+    sizes_of = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}
+    model = save_pooling(tmp_path / "hf", "Gemma3TextModel", use_bidirectional_attention=True, **sizes_of)
+    tensors = {name: value for name, value in tensors_of(model, "gemma-embedding").items() if name != "output.weight"}
+    metadata = {
+        **sizes(model.config), "pooling_type": 1, "attention.sliding_window": 6, "rope.freq_base": 1e6, **word_pieces(tmp_path / "hf"),
+    }  # fmt: skip
+    write_model(tmp_path / "m.gguf", "gemma-embedding", metadata, tensors)
+    with LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1) as llm:
+        output = llm.embed(["the stock market fell today the dog is slow a man runs fast"])[0]
+    with torch.inference_mode():
+        hidden = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+    expected = torch.nn.functional.normalize(hidden.mean(0), dim=0)
+    torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-4, rtol=1e-4)
+    write_model(tmp_path / "d.gguf", "gemma-embedding", metadata, tensors | {"dense_2.weight": tensors["token_embd.weight"]})
+    with pytest.raises(UnsupportedModel, match="dense_2"):
+        LLM(str(tmp_path / "d.gguf"), device="cpu", threads=1)

@@ -104,7 +104,7 @@ def _arranged(target: str, value: Array, config: Any, arch: str) -> Array:
         return split_groups(value, heads, heads)
     if arch == "falcon" and "attn_qkv" in target:
         return split_groups(value, heads, config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads)
-    if arch in ("gemma", "gemma2", "gemma3", "nemotron") and "norm.weight" in target:
+    if arch in ("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron") and "norm.weight" in target:
         return value + 1
     if "ffn_gate_inp_shexp" in target:
         return value.reshape(-1)

@@ -104,10 +104,19 @@ def _gemma(source: _Source) -> dict[str, Any]:
             more[key] = source.number(key, float)
     if (window := source.window()) is not None:
         more["sliding_window"] = window
-    if source.arch == "gemma3":  # the scaling, if any, is for the layers without a window
+    if source.arch in ("gemma3", "gemma-embedding"):  # the scaling, if any, is for the layers without a window
         local = {"rope_type": "default", "rope_theta": source.number("rope.freq_base_swa", float, 10000.0)}
         more["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
     return more
+
+
+def _gemma_embedding(source: _Source) -> dict[str, Any]:
+    """EmbeddingGemma: Gemma 3 that sees to both sides; its window counts both."""
+    if any(name.startswith("dense_") for name in source.tensors):
+        raise UnsupportedModel(
+            "This GGUF file has dense layers behind its pooling (dense_2, dense_3), which are read from safetensors only. Take those."
+        )
+    return {**_gemma(source), "use_bidirectional_attention": True}
 
 
 def _partial(source: _Source) -> dict[str, Any]:
@@ -299,6 +308,7 @@ _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
     "gemma": _Architecture("GemmaForCausalLM", _gemma),
     "gemma2": _Architecture("Gemma2ForCausalLM", _gemma),
     "gemma3": _Architecture("Gemma3ForCausalLM", _gemma),
+    "gemma-embedding": _Architecture("Gemma3TextModel", _gemma_embedding),
     "phi2": _Architecture("PhiForCausalLM", _phi2),
     "phi3": _Architecture("Phi3ForCausalLM", _phi3),
     "starcoder2": _Architecture("Starcoder2ForCausalLM", _starcoder2),
@@ -322,7 +332,9 @@ _ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
     "nomic-bert": _Architecture("NomicBertModel", _nomic_bert),
 }
 """GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
-_WHOLE_HEADS: Final = frozenset({"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "smollm3", "arcee", "granite", "granitemoe"})
+_WHOLE_HEADS: Final = frozenset(
+    {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
+)
 """Where all of a head rotates, so that files without the length of a head tell it by what rotates."""
 POOLING_TYPES: Final[Mapping[int, str]] = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's numbers of what becomes of the vectors of a prompt; 0 is none, 4 (`_RANKING`) a head."""

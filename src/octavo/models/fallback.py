@@ -21,6 +21,7 @@ from octavo.attention.prompt import PromptAttention
 from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.rope import RopeSpec
+from octavo.models.encoder_families import ENCODERS
 from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
 from octavo.ops.packed import added_up, stored_as
@@ -71,6 +72,8 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
         )
         near = difflib.get_close_matches(name, supported_architectures(), n=2)
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
+        if name.endswith("ForMaskedLM"):
+            meant = f" Encoders that Octavo pools with: {', '.join(n for n in ENCODERS if n.endswith('ForMaskedLM'))}."
         raise UnsupportedModel(
             f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{own}{meant} Octavo's own: "
             f"{', '.join(supported_architectures())}."

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.attention.kinds import SlidingBlocks
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.models.compiled import CompiledDecoder
@@ -150,3 +151,61 @@ def test_a_mask_that_allows_nothing_fails_its_request_alone(models: dict[str, Mo
     result = settle(runner.launch(plan), "float32")
     assert list(result.errors or {}) == [0]
     assert result.tokens[1] % 32 == 7
+
+
+SLIDING: dict[str, Any] = CONFIG | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 16,
+    "rope_local_base_freq": 300.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+RING = 5
+"""Blocks that a request of `long_requests` has of the second kind: its window, and a chunk."""
+
+
+def long_requests(runner: Runner, *, two_kinds: bool) -> list[dict[int, int]]:
+    """Two requests in chunks of 8 tokens, then decodes far past the window, one of which draws at random. Of the second kind each has a few
+    blocks only, that come round again."""
+    plans, results = Plans(), []
+    sampling = [SamplingParams(temperature=0.0, max_tokens=None), SamplingParams(temperature=1.0, seed=3, max_tokens=None)]
+    prompts = [np.random.default_rng(i).integers(0, VOCAB, 16).tolist() for i in range(2)]
+    column = runner._tables.first_column
+
+    def table(slot: int, first: int, last: int) -> list[tuple[int, int, int]]:
+        blocks = range(-(-first // BLOCK), -(-last // BLOCK))
+        main = [(slot, i, 1 + 16 * slot + i) for i in blocks]
+        return [*main, *((slot, column + i, 1 + RING * slot + i % RING) for i in blocks)] if two_kinds else main
+
+    def step(rows: list[Row], **more: Any) -> None:
+        diffs = [entry for row in rows for entry in table(row.slot, row.start, row.start + row.count)]
+        result = settle(runner.launch(plans(rows, table=diffs, **more)), "float32")
+        assert not result.errors
+        results.append(dict(zip(result.slots.tolist(), result.tokens.tolist(), strict=True)))
+
+    init = [slot_init(slot, prompts[slot], [], sampling=sampling[slot]) for slot in range(2)]
+    step([Row(slot, 0, 8, False) for slot in range(2)], init=init)
+    step([Row(slot, 8, 8, True) for slot in range(2)])
+    for position in range(16, 60):
+        step([Row(slot, position, 1, True) for slot in range(2)])
+    return results
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_layers_that_slide_have_tables_of_their_own_in_whole_steps(whole: bool) -> None:
+    config = engine_config(hf_config=SLIDING, architecture="Gemma3ForCausalLM", vocab_size=VOCAB)
+    model = load_model(config, load_ops("native"), torch.device("cpu"), lambda *_: None)
+    assert isinstance(model, CompiledDecoder)
+    tokens = []
+    for two_kinds in (False, True):
+        device = torch.device("cpu")
+        tables, state = SlotTables(SLOTS, LENGTH, BLOCK, device, two_kinds=two_kinds), SamplerState(SLOTS, device)
+        second = SlidingBlocks(frozenset({0, 2}), 1 + 2 * RING) if two_kinds else None
+        cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device, sliding=second)
+        steps = NativeSteps(model, cache, tables, state) if whole else None
+        runner = Runner(model, cache, tables, state, Sampler(state, tables.tokens, draw=model.draw), native=steps)
+        tokens.append(long_requests(runner, two_kinds=two_kinds))
+    assert tokens[0] == tokens[1]
+    assert len({t for one in tokens[0] for t in one.values()}) > 5

@@ -25,6 +25,7 @@ from octavo.frontend.http.sampling import beam_params, check_common, sampling_pa
 from octavo.frontend.http.schemas import VERBOSITIES, ChatRequest
 from octavo.frontend.http.structured import wish_of
 from octavo.frontend.http.tools import tool_use
+from octavo.frontend.processor import check_generates
 
 
 def _top_logprobs(ctx: ServerContext, body: ChatRequest) -> int | None:
@@ -82,6 +83,7 @@ async def plan_chat(ctx: ServerContext, request: Request, body: ChatRequest, job
 
 async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id: str) -> tuple[ChatOptions, Job]:
     settings = ctx.settings
+    check_generates(ctx.llm.config)
     check_common(body, settings.max_sequences, 1)
     _check_unserved(body)
     use = tool_use(body.tools, body.tool_choice)

@@ -168,6 +168,7 @@ void check_attention(OctavoEngine* engine) {
     cache.padded_block = (block + 15) / 16 * 16;
     cache.half = below(2);
     cache.window = below(2) ? 0 : 1 + below(40);
+    cache.sliding = below(2);  // which of the step's tables are its
     cache.scale = 1 / std::sqrt((float)dim);
     cache.soft_cap = below(3) ? 0.0f : 2.0f;
     const int blocks = (tokens + block - 1) / block;
@@ -186,10 +187,10 @@ void check_attention(OctavoEngine* engine) {
     std::vector<float> alone((size_t)(tokens * width)), together(alone);
     const auto attend = [&](int32_t start, int32_t count, std::vector<float>& out) {
         OctavoStep step = {};
-        step.cache_slots = places.data() + start;
+        (cache.sliding ? step.sliding_slots : step.cache_slots) = places.data() + start;
         step.row_start = &start;
         step.row_count = &count;
-        step.block_tables = table.data();
+        (cache.sliding ? step.sliding_tables : step.block_tables) = table.data();
         step.table_stride = blocks;
         step.num_tokens = count;
         step.num_rows = 1;
