@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 MAX_CONTAINERS = 50_000
 """Objects and lists of a text."""
 MAX_FIELDS = 300_000
@@ -51,6 +49,8 @@ def json_shape(data: bytes, *, depth_up_to: int | None = None) -> JsonShape:
     """
     if b"\\" in data:  # pairs are taken from the left, so what is left before a quote escapes it
         data = data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    import numpy as np  # not for the sake of a help page
+
     text = np.frombuffer(data, np.uint8)
     quotes = text == _QUOTE
     outside = ~np.bitwise_xor.accumulate(quotes)
