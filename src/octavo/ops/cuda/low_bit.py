@@ -154,8 +154,8 @@ Tuning = Stream | Tiles
 MOST_ROWS = 128
 """More rows are better served by unpacking the weight for cuBLAS."""
 _STREAM_ROWS = 8
-_X_REGISTERS = 64
-"""That `stream` may spend on x."""
+_X_REGISTERS, _X_REGISTERS_OF_MANY = 64, 40
+"""That `stream` may spend on x, with up to 14 warps and with more: those have 96 registers a thread instead of 128."""
 
 
 def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning | None:
@@ -169,8 +169,11 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
         chunks, words = inner // form.chunk, form.chunk // 8
         for split in (1, 2, 4, 8):
             per_warp = -(-chunks // (16 * split))
-            if per_warp * words <= _X_REGISTERS or split == 8:
-                return Stream(1, -(-chunks // (split * per_warp)), split, 4) if per_warp * words <= _X_REGISTERS else None
+            if per_warp * words > _X_REGISTERS_OF_MANY:
+                per_warp = -(-chunks // (14 * split))
+            if per_warp * words <= _X_REGISTERS:
+                return Stream(1, -(-chunks // (split * per_warp)), split, 4)
+        return None
     tile = min(128, max(16, 1 << (rows - 1).bit_length()))
     across = -(-columns // 128)
     while tile > 16 and across * -(-rows // tile) < 60:

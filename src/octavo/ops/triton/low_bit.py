@@ -100,7 +100,7 @@ class LowBitLinear:
             self._workspace = SkinnyWorkspace.allocate(*sizes, device)
 
 
-_MOST_ROWS_BEFORE_8_BITS = 16
+_MOST_ROWS_BEFORE_8_BITS = 8
 """From here on, products of inputs rounded to 8 bits are faster, where a weight was made for them."""
 
 
