@@ -203,10 +203,12 @@ class Constraints:
         futures = [future for _, future in self._parked if future is not None]
         if wait and futures and len(futures) == len(self._parked):
             concurrent.futures.wait(futures, timeout=WAIT_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED)
-        done, self._parked = (
-            [entry for entry in self._parked if entry[1] is None or entry[1].done()],
-            [entry for entry in self._parked if not (entry[1] is None or entry[1].done())],
-        )
+        # Each is asked once: one that is done a moment later must not be missing from both.
+        done: list[tuple[list[Request], Future[Any] | None]] = []
+        waiting: list[tuple[list[Request], Future[Any] | None]] = []
+        for entry in self._parked:
+            (done if entry[1] is None or entry[1].done() else waiting).append(entry)
+        self._parked = waiting
         return [(siblings, self._equip(siblings, future)) for siblings, future in done]
 
     def _equip(self, siblings: list[Request], compiled: Future[Any] | None) -> str:

@@ -86,6 +86,31 @@ def test_aborted_while_it_waits(slow: threading.Event, index: int | None) -> Non
     engine.check_idle()
 
 
+def test_a_grammar_that_is_ready_while_it_is_asked_about_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_now = GrammarCompiler.compile
+
+    class LateFuture(Future[Any]):
+        """Done for everyone who asks after the first."""
+
+        asked = 0
+
+        def done(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    def compile_later(self: GrammarCompiler, source: str) -> Future[Any]:
+        late = LateFuture()
+        late.set_result(compile_now(self, source).result())
+        return late
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_later)
+    engine = Engine()
+    engine.add("a", [3] * 5, n=2, max_tokens=3, ignore_eos=True, constraint=ANY)
+    engine.run()
+    assert all(engine.seen["a", i].reason is FinishReason.LENGTH for i in range(2))
+    engine.check_idle()
+
+
 def test_a_grammar_that_cannot_be_compiled_fails_every_sibling_and_nobody_else() -> None:
     engine = Engine()
     engine.add("bad", [3] * 5, n=3, max_tokens=3, constraint=OutputConstraint(grammar="start: nothing"))
