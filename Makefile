@@ -94,7 +94,7 @@ gpu-site:
 		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps msgspec pyzmq gguf
 
 gpu-test: gpu-site
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton $(ARGS)
+	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda $(ARGS)
 
 gpu-bench: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
