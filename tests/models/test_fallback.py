@@ -133,3 +133,33 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, 
     settings = replace(settings, model=replace(settings.model, architecture=name))
     with pytest.raises(UnsupportedModel, match=says):
         load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "says"),
+    [
+        ("DiffLlamaForCausalLM", {"num_key_value_heads": 2}, "attend more than once"),
+        ("DogeForCausalLM", {"num_key_value_heads": 2}, "a mask of the model's own"),
+    ],
+)
+def test_attention_that_ours_is_not_is_refused(tmp_path: Path, name: str, more: dict[str, Any], says: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(MODELS, name, more)
+    save(tmp_path, name)
+    with pytest.raises(UnsupportedModel, match=says):
+        load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+def test_surplus_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, "SeedOssForCausalLM")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert any("have no place" in r.message and "layers.1" in r.message for r in caplog.records)
+
+
+def test_a_broken_file_is_one_sentence(tmp_path: Path) -> None:
+    save(tmp_path, "HeliumForCausalLM")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+        load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.errors import CheckpointError, ConfigError, OctavoError
+from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
 from octavo.models.loader import load_model
+from octavo.models.registry import model_spec
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import load, run
 from tests.support.tiny_models import config_for, save_tiny, tiny_model
@@ -397,3 +398,30 @@ def test_weights_in_pytorchs_own_format(tmp_path: Path, ops: str) -> None:
     torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     torch.testing.assert_close(run(load(tmp_path, ops=ops), IDS), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "says"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"n_group": 3}, "n_group"),
+        ("deepseek_v3", {"n_group": 2, "topk_group": 3}, "topk_group"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("llama", {"num_hidden_layers": 1_000_000_000}, "num_hidden_layers"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(family: str, more: dict[str, Any], says: str) -> None:
+    base = {"num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 1,
+    }
+    names = {"deepseek_v3": "DeepseekV3ForCausalLM", "olmoe": "OlmoeForCausalLM", "llama": "LlamaForCausalLM"}
+    config = base | latent | experts | {"architectures": [names[family]], "model_type": family} | more
+    with pytest.raises((CheckpointError, UnsupportedModel), match=says):
+        model_spec(config)

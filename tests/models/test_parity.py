@@ -109,6 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "qwen3-moe-windowed": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
     "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
     "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),

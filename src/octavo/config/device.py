@@ -5,6 +5,7 @@ The only file outside ops/, attention/, parallel/ and worker/graphs.py that talk
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import logging
@@ -12,7 +13,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from octavo.config.types import DeviceInfo
@@ -184,41 +185,63 @@ def torch_cuda_version() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _read_int(*paths: str) -> int | None:
-    for path in paths:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
+_PROCESS_GROUPS = "/proc/self/cgroup"
+_GROUPS = "/sys/fs/cgroup"
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """The folders of this process's control group and of those around it, for a controller: each may limit it."""
+    folders = [Path(_GROUPS), Path(_GROUPS) / controller]  # what a container sees as its own
+    try:
+        lines = Path(_PROCESS_GROUPS).read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
             continue
-        if text.isdigit():
-            return int(text)
-    return None
+        root = Path(_GROUPS) / controller if controllers else Path(_GROUPS)
+        inside = PurePosixPath(path.lstrip("/"))
+        folders += [root / folder for folder in (inside, *inside.parents)]
+    return list(dict.fromkeys(folders))
 
 
 def _cgroup_cpu_quota() -> int | None:
-    """Whole cores of the cgroup quota (v2, then v1), rounded up; None without a quota."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else -(-int(quota) // int(period))
-    except (OSError, ValueError):
-        pass
-    v1_quota = _read_int("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    v1_period = _read_int("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    return -(-v1_quota // v1_period) if v1_quota and v1_period else None
+    """Whole cores of the tightest quota, rounded up (v2 and v1); None without one."""
+    quotas = []
+    for folder in _cgroups("cpu"):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max":
+                quotas.append(-(-int(quota) // int(period)))
+        except (OSError, ValueError):
+            pass
+        v1_quota, v1_period = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+        if v1_quota and v1_period:
+            quotas.append(-(-v1_quota // v1_period))
+    return min(quotas, default=None)
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
-    """(limit, used without reclaimable page cache) of the cgroup; (None, 0) without a limit."""
-    limit = _read_int("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    used = _read_int("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-    if limit is None or used is None:
-        return None, 0
-    reclaimable = 0
-    for path in ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat"):
-        try:
-            stat = dict(line.split() for line in Path(path).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        reclaimable = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
-        break
-    return limit, max(0, used - reclaimable)
+    """(limit, used without reclaimable page cache) of the group with the least left; (None, 0) without a limit."""
+    found = []
+    for folder in _cgroups("memory"):
+        for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, used = _read_int(folder / limit_file), _read_int(folder / used_file)
+            if limit is None or used is None:
+                continue
+            reclaimable = 0
+            with contextlib.suppress(OSError, ValueError):
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                reclaimable = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            found.append((limit, max(0, used - reclaimable)))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, 0))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -25,6 +27,8 @@ from octavo.models.encoder_families import ENCODERS
 from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
 from octavo.ops.packed import added_up, stored_as
+
+logger = logging.getLogger(__name__)
 
 _NAME = "octavo"
 """Of our attention, among those that transformers knows."""
@@ -60,22 +64,20 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
     try:
         import transformers
     except ImportError:
-        raise UnsupportedModel(f"{name} runs through transformers only, which is not installed: pip install transformers.") from None
+        raise UnsupportedModel(
+            f"{name} has no code in Octavo. Many such models run through transformers, which is not installed: pip install transformers."
+            f"{_own_code(config)} Octavo's own: {', '.join(supported_architectures())}."
+        ) from None
     if config.model.load_format == "gguf" or config.model.path.endswith(".gguf"):
         raise UnsupportedModel(f"{name} is not supported from GGUF files. Use the checkpoint in safetensors.")
     cls = getattr(transformers, name, None)
     if cls is None or not hasattr(cls, "from_pretrained"):
-        own = (
-            " It needs code from its repository, and Octavo never runs code from a checkpoint."
-            if "auto_map" in config.model.hf_config
-            else ""
-        )
         near = difflib.get_close_matches(name, supported_architectures(), n=2)
         meant = f" Did you mean {' or '.join(near)}?" if near else ""
         if name.endswith("ForMaskedLM"):
             meant = f" Encoders that Octavo pools with: {', '.join(n for n in ENCODERS if n.endswith('ForMaskedLM'))}."
         raise UnsupportedModel(
-            f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{own}{meant} Octavo's own: "
+            f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{_own_code(config)}{meant} Octavo's own: "
             f"{', '.join(supported_architectures())}."
         )
     _check_kind(name)
@@ -101,13 +103,22 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
             )
     except ConfigError:
         raise
-    except (OSError, RuntimeError, ValueError, ImportError) as e:
+    except Exception as e:  # whatever its readers of files, old and new, find wrong
         raise CheckpointError(
             f"{config.model.path}: transformers cannot load it: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
         ) from None
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
+    if surplus := sorted(report["unexpected_keys"]):
+        names = f"{', '.join(surplus[:4])}{', ...' if len(surplus) > 4 else ''}"
+        logger.warning("%s: %d tensors have no place in %s and are left out: %s.", config.model.path, len(surplus), name, names)
     return model
+
+
+def _own_code(config: EngineConfig) -> str:
+    if "auto_map" not in config.model.hf_config:
+        return ""
+    return " It needs code from its repository, and Octavo never runs code from a checkpoint."
 
 
 def _check_kind(name: str) -> None:
@@ -168,7 +179,7 @@ def _attention(
     attend: Any = kwargs["octavo_attend"]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     if isinstance(attend, _Recorder):
-        attend.record(module, q, k, v, kwargs)
+        attend.record(module, q, k, v, attention_mask, kwargs)
         return attend.run(module.layer_idx, q, k, v).unsqueeze(0), None
     return attend(module.layer_idx, q.contiguous(), k.contiguous(), v.contiguous()).unsqueeze(0), None
 
@@ -178,8 +189,12 @@ class _Recorder:
     """Notes what each layer's attention is like, and computes it without a cache."""
 
     layers: dict[int, LayerSpec] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
 
-    def record(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Mapping[str, Any]) -> None:
+    def record(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, given: Mapping[str, Any]) -> None:
+        self.calls[module.layer_idx] += 1
+        if mask is not None:
+            raise UnsupportedModel("attention with a mask of the model's own is not supported")
         if v.shape[-1] != k.shape[-1]:
             raise UnsupportedModel("keys and values of different sizes are not supported")
         if not getattr(module, "is_causal", True) or given.get("position_bias") is not None:
@@ -218,6 +233,8 @@ class TransformersModel:
         hidden = self._hidden(ids, torch.arange(len(TRIAL), device=device), recorder)
         if sorted(recorder.layers) != list(range(len(recorder.layers))) or not recorder.layers:
             raise UnsupportedModel(f"{architecture}: not all of its layers are attention layers.")
+        if max(recorder.calls.values()) > 1:
+            raise UnsupportedModel(f"{architecture}: its layers attend more than once each, which a cache for one does not hold.")
         self.layer_specs = tuple(recorder.layers[i] for i in range(len(recorder.layers)))
         vocab_size = model.get_output_embeddings().weight.shape[0]
         self.spec = _spec(model.config.get_text_config(), architecture, self.layer_specs, hidden.shape[-1], vocab_size)

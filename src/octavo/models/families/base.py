@@ -85,6 +85,10 @@ DECODER_WEIGHTS: Mapping[str, Target] = {
 """Names of the Llama decoder, split or fused."""
 
 
+MAX_LAYERS = 10_000
+"""No model has nearly as many; a number that is wrong would fill the memory before any weight is missed."""
+
+
 def decoder_spec(
     config: HfConfig,
     architecture: str,
@@ -104,6 +108,8 @@ def decoder_spec(
         CheckpointError: a value of the config is missing or impossible.
         UnsupportedModel: an activation or a rotary scaling that is not known.
     """
+    if config.integer("num_hidden_layers") > MAX_LAYERS:
+        raise config.fail("num_hidden_layers", f"at most {MAX_LAYERS}")
     heads = config.integer("num_attention_heads")
     kv_heads = num_kv_heads or config.integer("num_key_value_heads", heads)
     if heads % kv_heads:

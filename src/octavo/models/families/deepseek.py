@@ -18,6 +18,8 @@ def _spec(config: HfConfig, architecture: str) -> ModelSpec:
     if config.flag("attention_bias"):
         raise UnsupportedModel(f"{config.where}: attention_bias is not supported with latent attention.")
     newer = architecture == "DeepseekV3ForCausalLM"
+    if not config.flag("rope_interleave", True):
+        raise UnsupportedModel(f"{config.where}: rope_interleave false is not supported.")
     latent = LatentSpec(
         q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else 0,
         kv_rank=config.integer("kv_lora_rank"),
@@ -53,7 +55,7 @@ def _v2_routing(config: HfConfig) -> dict[str, object]:
     method = config.text("topk_method", "greedy")
     routing: dict[str, object] = {"scale": config.number("routed_scaling_factor", 1.0)}
     if method == "group_limited_greedy":
-        routing |= {"groups": config.integer("n_group"), "top_groups": config.integer("topk_group")}
+        routing |= _groups(config)
     elif method != "greedy":
         raise UnsupportedModel(f"{config.where}: topk_method {method!r} is not supported. Supported: greedy, group_limited_greedy.")
     return routing
@@ -64,10 +66,18 @@ def _v3_routing(config: HfConfig) -> dict[str, object]:
         "scoring": "sigmoid",
         "normalize": config.flag("norm_topk_prob", True),
         "scale": config.number("routed_scaling_factor", 2.5),
-        "groups": config.integer("n_group", 8),
-        "top_groups": config.integer("topk_group", 4),
+        **_groups(config, 8, 4),
         "group_score": "best_two",
     }
+
+
+def _groups(config: HfConfig, groups: int | None = None, top: int | None = None) -> dict[str, object]:
+    groups, top, experts = config.integer("n_group", groups), config.integer("topk_group", top), config.integer("n_routed_experts")
+    if experts % groups:
+        raise config.fail("n_group", f"a divisor of n_routed_experts ({experts})")
+    if top > groups:
+        raise config.fail("topk_group", f"at most n_group ({groups})")
+    return {"groups": groups, "top_groups": top}
 
 
 def q_order(spec: ModelSpec) -> npt.NDArray[np.int64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.errors import UnsupportedModel
 from octavo.layers.moe import Routing
 from octavo.models.families.base import (
     DECODER_WEIGHTS,
@@ -102,6 +103,7 @@ def _qwen2(config: HfConfig) -> ModelSpec:
 
 def _qwen3(config: HfConfig) -> ModelSpec:
     bias = config.flag("attention_bias")
+    slides = config.flag("use_sliding_window") and config.has("sliding_window")
     return decoder_spec(
         config,
         "Qwen3MoeForCausalLM",
@@ -111,11 +113,13 @@ def _qwen3(config: HfConfig) -> ModelSpec:
         attention_out_bias=bias,
         moe=moe_spec(config, _expert_count(config), "moe_intermediate_size", routing={"normalize": config.flag("norm_topk_prob")}),
         moe_layers=_qwen_layers(config),
-        sliding_windows=windows_of_upper_layers(config),
+        sliding_windows=((config.integer("sliding_window") if slides else None),) * config.integer("num_hidden_layers"),
     )
 
 
 def _olmoe(config: HfConfig) -> ModelSpec:
+    if config.has("clip_qkv"):
+        raise UnsupportedModel(f"{config.where}: clip_qkv is not supported.")
     bias = config.flag("attention_bias")
     return decoder_spec(
         config,
