@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError
 from tests.models.test_gguf_packed import packed_and_plain
 from tests.support.tiny_models import save_tiny
 
@@ -47,6 +48,10 @@ def test_scales_of_a_gguf_file(kind: str, kernels: str, tmp_path: Path) -> None:
     data[place : place + 2] = np.float16("nan").tobytes()
     packed.write_bytes(data)
     settings = {"device": "cpu", "cpu_kernels": kernels, "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
+    if (kind, kernels) == ("Q6_K", "native"):  # these kernels take it as codes and scales, which are looked at on the way
+        with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight holds scales that are NaN or infinite"):
+            LLM(str(packed), **settings)
+        return
     with LLM(str(packed), **settings) as llm:
         outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"

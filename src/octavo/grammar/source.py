@@ -230,8 +230,10 @@ def _text(value: Any, name: str, param: str) -> str:
 def _document(value: Any, param: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as e:
+            value = json.loads(_text(value, "structural_tag", param))
+        except RecursionError:
+            raise InvalidRequest(f"{param}.structural_tag is nested too deeply.", param=param) from None
+        except ValueError as e:
             raise InvalidRequest(f"{param}.structural_tag is not valid JSON: {e}.", param=param) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param}.structural_tag must be an object, or one as JSON text.", param=param)

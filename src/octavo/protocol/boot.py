@@ -42,10 +42,17 @@ class EngineBoot:
     """`module:function` that makes the engine core; tests put a scripted one here."""
 
 
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
 def child_environment() -> dict[str, str]:
-    """For processes that we start: they must import the same octavo as we did, wherever that came from."""
+    """For processes that we start: they must import the same octavo as we did, wherever that came from.
+
+    Threads of torch's operations sleep while they wait, unless the user has said how they are to: on cores that others use too, those
+    that spin wait for each other's turns, and an operation takes ten times as long.
+    """
     source = str(Path(octavo.__file__).parents[1])
-    return {**os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {**PATIENT, **os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def die_with_starter() -> None:

@@ -266,7 +266,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
         require(self.logprobs is None or self.logprobs >= -1, "logprobs", "must be non-negative, or -1 for all")
         require(self.prompt_logprobs is None or self.prompt_logprobs >= -1, "prompt_logprobs", "must be non-negative, or -1 for all")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in a signed 64-bit integer")
-        require(self.thinking_token_budget is None or self.thinking_token_budget >= 0, "thinking_token_budget", "must be non-negative")
+        budget = self.thinking_token_budget
+        require(budget is None or 0 <= budget < 2**63, "thinking_token_budget", "must be non-negative and below 2**63")
         require(self.stream_interval is None or self.stream_interval >= 1, "stream_interval", "must be at least 1")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop strings need detokenize=True.", param="stop")

@@ -70,7 +70,7 @@ async def _create(request: Request) -> Response:
             raise InvalidRequest(f"thinking cannot be enabled here: {options.plan.no_budget}.", param="thinking")
         marks = options.plan.marks
         if marks is not None and (marks.reasoning_end_ids or marks.reasoning_end):
-            job.params.thinking_token_budget = thinking["budget_tokens"]
+            job.params.thinking_token_budget = min(thinking["budget_tokens"], 2**31 - 1)
     writer = MessagesWriter(wanted, ChatWriter(options))
     return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=STYLE)
 
