@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from benchmarks.startup import free_port
 from octavo.checkpoint.bundled import ensure_bundled_model
 from octavo.cli.bench.results import environment, write_json
 from octavo.config.device import usable_cores
+from octavo.config.home import octavo_home
 
 PROMPT_WORDS, OUTPUT_TOKENS = 150, 128
 WORDS = [
@@ -114,7 +114,7 @@ def commands(options: argparse.Namespace, port: int) -> dict[str, list[str]]:
     octavo = [sys.executable, "-m", "octavo", "serve", "--port", str(port), "--device", "cpu", "--threads", threads]
     llama = [options.llama_server, "--port", str(port), "-t", threads, "--ctx-size", str(32 * 512), "--parallel", "32"]
     files = {"llama-server Q4_1": model}
-    cache = Path(os.environ.get("OCTAVO_HOME") or Path.home() / ".cache" / "octavo") / "benchmarks"
+    cache = octavo_home() / "benchmarks"
     for path in sorted(cache.glob("*.Q4_0.gguf")):
         files["llama-server Q4_0"] = str(path)
     return {"octavo": octavo, **{name: [*llama, "-m", path] for name, path in files.items()}}

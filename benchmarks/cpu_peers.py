@@ -26,6 +26,7 @@ from typing import Any, Self
 from octavo.checkpoint.bundled import ensure_bundled_model
 from octavo.cli.bench.results import environment, write_json
 from octavo.config.device import usable_cores
+from octavo.config.home import octavo_home
 
 HERE = Path(__file__).parent
 PROMPT_TOKENS, OUTPUT_TOKENS = 152, 128
@@ -86,7 +87,7 @@ def measure(peer: Peer, count: int, source: random.Random) -> dict[str, float]:
 
 def commands(options: argparse.Namespace, model: str) -> dict[str, list[str]]:
     """How each engine is started."""
-    cache = Path(os.environ.get("OCTAVO_HOME") or Path.home() / ".cache" / "octavo") / "benchmarks"
+    cache = octavo_home() / "benchmarks"
     cache.mkdir(parents=True, exist_ok=True)
     threads = str(options.threads)
     octavo = [sys.executable, str(HERE / "peers/octavo_llm.py"), model, "", threads]

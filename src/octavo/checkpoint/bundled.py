@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from octavo.checkpoint.types import Progress
+from octavo.config.home import octavo_home
 from octavo.errors import CheckpointError, ModelNotFound
 
 NAME = "smollm2-135m-instruct"
@@ -38,13 +39,12 @@ Download = Callable[[Path, Progress], None]
 
 def models_dir() -> Path:
     """Where Octavo keeps models of its own: $OCTAVO_HOME/models, else ~/.cache/octavo/models."""
-    home = os.environ.get("OCTAVO_HOME")
-    return (Path(home).expanduser() if home else Path.home() / ".cache" / "octavo") / "models"
+    return octavo_home() / "models"
 
 
 def packed_dir() -> Path:
     """Where weights are kept as the compiled CPU kernels read them, beside the models."""
-    return models_dir().with_name("packed")
+    return octavo_home() / "packed"
 
 
 def is_present() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import sys
 import time
@@ -17,6 +16,7 @@ from octavo.cli.backends import Backend, Loop, Message, Piece, open_backend
 from octavo.cli.flags import add_engine_settings
 from octavo.cli.parser import CommandParser, Namespace
 from octavo.cli.sampling import add_sampling_flags, add_server_flags, sampling_options
+from octavo.config.home import octavo_home
 from octavo.errors import InvalidRequest, OctavoError
 
 
@@ -240,7 +240,7 @@ def _line_editing() -> Iterator[None]:
     except ImportError:
         yield
         return
-    home = Path(os.environ.get("OCTAVO_HOME") or Path.home() / ".cache" / "octavo")
+    home = octavo_home()
     history = home / "chat_history"
     with contextlib.suppress(OSError):
         readline.read_history_file(history)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from octavo.config.home import octavo_home
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,7 +57,7 @@ def compile_kernel(source: str, architecture: str) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256(f"{major.value}.{minor.value} {architecture}\n{source}".encode()).hexdigest()
-    place = _cache() / f"{key[:32]}.cubin"
+    place = octavo_home() / "kernels" / f"{key[:32]}.cubin"
     with contextlib.suppress(OSError):
         return place.read_bytes()
     code = _compiled(nvrtc, source, architecture)
@@ -65,11 +67,6 @@ def compile_kernel(source: str, architecture: str) -> bytes:
             file.write(code)
         os.replace(file.name, place)
     return code
-
-
-def _cache() -> Path:
-    home = os.environ.get("OCTAVO_HOME")
-    return (Path(home).expanduser() if home else Path.home() / ".cache" / "octavo") / "kernels"
 
 
 def _compiled(nvrtc: ctypes.CDLL, source: str, architecture: str) -> bytes:
