@@ -98,7 +98,7 @@ async def test_no_rank_outlives_the_engine(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr("octavo.executor.rank_ends.start_rank", lambda *_: pytest.fail("a rank was started"))
+    monkeypatch.setattr("octavo.executor.rank_ends.start_process", lambda *_: pytest.fail("a rank was started"))
     with pytest.raises(ConfigError, match=f"^{words}"):  # it is no rank's own complaint
         LLM(**settings(tmp_path, **parallel))
     assert not psutil.Process().children()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import subprocess
-import sys
 import time
 from typing import Protocol
 
 from octavo.executor.door import Guest
 from octavo.executor.frames import FrameBuffer
 from octavo.executor.ring import RingWriter
-from octavo.protocol.boot import child_environment
+from octavo.protocol.boot import start_process
 from octavo.protocol.ranks import FromRank, RankAlive, RankBoot, RankReady, decode_up
 
 SILENT_SECONDS = 10.0
@@ -62,7 +59,7 @@ class LocalRank:
         self.reader = 0
         self._status = status
         self._frames = FrameBuffer()
-        self.process = start_rank(boot, module, pass_fds)
+        self.process = start_process(module, boot, pass_fds)
 
     def fileno(self) -> int:
         return self._status
@@ -155,16 +152,6 @@ class LinkedRank:
         while not now and (left := deadline - time.monotonic()) > 0 and self.link.more(left):
             pass
         self.link.close()
-
-
-def start_rank(boot: RankBoot, module: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """A process for a rank. Its standard input stays open: when it closes, we are gone, and so is it."""
-    process = subprocess.Popen([sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, pass_fds=pass_fds, env=child_environment())
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at once: the exit code tells
-        process.stdin.write(pickle.dumps(boot))
-        process.stdin.flush()
-    return process
 
 
 def describe_exit(process: subprocess.Popen[bytes]) -> str:

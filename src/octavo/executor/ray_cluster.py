@@ -20,7 +20,8 @@ from typing import Any
 from octavo.config.types import EngineConfig, NodesConfig
 from octavo.errors import ConfigError, EngineDead, error_of
 from octavo.executor.frames import FrameBuffer
-from octavo.executor.rank_ends import describe_exit, start_rank
+from octavo.executor.rank_ends import describe_exit
+from octavo.protocol.boot import start_process
 from octavo.protocol.ranks import LinkPlace, RankBoot, RankFailed, decode_up
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class RankHost:
         read_status, write_status = os.pipe()
         place = LinkPlace(patience, False, write_status)
         boot = RankBoot(config=config, rank=rank, local_rank=0, place=place, from_main_thread=False, log_level=log_level)
-        process = start_rank(boot, module, (write_status,))
+        process = start_process(module, boot, (write_status,))
         os.close(write_status)
         said = b""
         while data := os.read(read_status, 1 << 16):

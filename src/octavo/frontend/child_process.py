@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -25,7 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from octavo.protocol.boot import GREETING, child_environment
+from octavo.protocol.boot import GREETING, start_process
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -75,7 +73,7 @@ class ChildProcess(Generic[Sent, Received]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(received)
         addresses = Addresses(inbox, outbox, threading.current_thread() is threading.main_thread())
-        self._popen = _spawn(module, boot(addresses), pass_fds)
+        self._popen = start_process(module, boot(addresses), pass_fds, own_session=True)
         self._release = weakref.finalize(self, _release, self._popen, self._folder)
 
     @property
@@ -141,22 +139,6 @@ def _private_folder() -> str:
         os.rmdir(folder)
         folder = tempfile.mkdtemp(prefix="octavo-", dir="/tmp")
     return folder
-
-
-def _spawn(module: str, boot: object, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    popen = subprocess.Popen(
-        # -P: a torch.py in the user's folder must not shadow the real one.
-        [sys.executable, "-P", "-m", module],
-        stdin=subprocess.PIPE,
-        env=child_environment(),
-        pass_fds=pass_fds,
-        start_new_session=True,  # Ctrl-C in a terminal goes to us alone, and its own children can be ended as a group
-    )
-    assert popen.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died at once: the exit code tells
-        popen.stdin.write(pickle.dumps(boot))
-        popen.stdin.flush()
-    return popen
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> None:

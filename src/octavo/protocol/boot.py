@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +56,27 @@ def child_environment() -> dict[str, str]:
     """
     source = str(Path(octavo.__file__).parents[1])
     return {**PATIENT, **os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def start_process(module: str, boot: object, pass_fds: Sequence[int], *, own_session: bool = False) -> subprocess.Popen[bytes]:
+    """`python -m module` with `boot` pickled on its standard input, which stays open: when it closes, we are gone, and so is the process.
+
+    Args:
+        own_session: Ctrl-C in a terminal goes to us alone, and its own children can be ended as a group.
+    """
+    process = subprocess.Popen(
+        # -P: a torch.py in the user's folder must not shadow the real one.
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        env=child_environment(),
+        pass_fds=pass_fds,
+        start_new_session=own_session,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died at once: the exit code tells
+        process.stdin.write(pickle.dumps(boot))
+        process.stdin.flush()
+    return process
 
 
 def die_with_starter() -> None:
