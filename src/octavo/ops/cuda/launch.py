@@ -7,8 +7,9 @@ import functools
 
 import torch
 
+from octavo.ops.triton.launch import PREFERRED_CARVEOUT
+
 _MAX_DYNAMIC_SHARED = 8
-_PREFERRED_CARVEOUT = 9
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _UINT32 = 2
 _PROMOTE_TO_256_BYTES = 3
@@ -105,7 +106,7 @@ class Kernel:
                 _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes), f"{shared_bytes} bytes of shared memory"
             )
         # All kernels want the same division of an SM's memory: see `ops.triton.launch.prefer_shared_memory`.
-        _check(_driver().cuFuncSetAttribute(self._function, _PREFERRED_CARVEOUT, 100), "Division of shared memory")
+        _check(_driver().cuFuncSetAttribute(self._function, PREFERRED_CARVEOUT, 100), "Division of shared memory")
         self._attributes = (_LaunchAttribute * 1)(_LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1))
         self._threads, self._shared, self._count = threads, shared_bytes, int(overlap)
 

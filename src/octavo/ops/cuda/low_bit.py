@@ -1,6 +1,6 @@
 """Products with low-bit weights as they are stored, by the CUDA C++ kernels in `kernels/`.
 
-`stream` for up to 16 rows of x, `tiles` (Hopper's warpgroup products) for more. Both turn codes into exact numbers of x's dtype in the
+`stream` for up to 8 rows of x, `tiles` (Hopper's warpgroup products) for more. Both turn codes into exact numbers of x's dtype in the
 lane that multiplies them; sums are float32, and a group's scale multiplies the sum over the group.
 """
 
@@ -207,7 +207,7 @@ def form_of(weight: LowBit, dtype: torch.dtype, *, bias: bool) -> Form | None:
         return None
     scale_type = 0 if layout.scales is None else _index(layout.scales.dtype)
     table_type = 0 if layout.table is None else _index(layout.table.dtype)
-    if scale_type is None or table_type is None or (layout.kind == "int8" and twice):
+    if scale_type is None or table_type is None:
         return None
     return Form(
         kind=layout.kind,

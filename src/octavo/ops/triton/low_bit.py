@@ -35,6 +35,8 @@ class LowBitLinear:
 
     def __init__(self) -> None:
         self._workspace: SkinnyWorkspace | None = None
+        self._reserved: set[tuple[object, ...]] = set()
+        """Weights that the workspace is large enough for, by all that its size depends on."""
         self._compiles = True
 
     def pack(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
@@ -51,9 +53,13 @@ class LowBitLinear:
         if x.dtype not in _HALF or not len(x):
             return low_bit_linear(x, weight, bias)
         layout, rows = low_bit_layout(weight), x.shape[0]
-        if (native := self._native(weight, x.dtype, bias, rows)) is not None:
+        form = self._form(weight, x.dtype, bias=bias is not None) if rows <= _most_rows(weight) else None
+        native = None if form is None else cuda.choice(form, weight.out_features, layout.inner, rows, sm_count(x.device))
+        if form is not None and native is not None:
             try:
-                return _with_outliers(weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, *native))
+                return _with_outliers(
+                    weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, form, native, self._workspace)
+                )
             except CompilerError as error:
                 logger.warning("A CUDA kernel for low-bit weights could not be compiled, slower ones take its place: %s", error)
                 self._compiles = False
@@ -69,25 +75,24 @@ class LowBitLinear:
             out = low_bit_matmul(x, weight, bias, self._workspace, tuning)
         return _with_outliers(weight, x, out)
 
-    def _native(
-        self, weight: LowBit, dtype: torch.dtype, bias: torch.Tensor | None, rows: int
-    ) -> tuple[cuda.Form, cuda.Tuning, SkinnyWorkspace | None] | None:
-        """How the CUDA C++ kernels multiply so many rows, where they do."""
-        device = weight.data.device
-        if not self._compiles or rows > _most_rows(weight) or cuda.architecture(device) is None:
-            return None
-        if (form := cuda.form_of(weight, dtype, bias=bias is not None)) is None:
-            return None
-        tuning = cuda.choice(form, weight.out_features, low_bit_layout(weight).inner, rows, sm_count(device))
-        return None if tuning is None else (form, tuning, self._workspace)
+    def _form(self, weight: LowBit, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
+        """What the CUDA C++ kernels make of a weight, where they run and take it."""
+        runs = self._compiles and cuda.architecture(weight.data.device) is not None
+        return cuda.form_of(weight, dtype, bias=bias) if runs else None
 
     def _reserve(self, weight: LowBit, dtype: torch.dtype) -> None:
         """Make the workspace large enough for any number of rows, and have the kernels compiled meanwhile."""
-        layout, device, columns = low_bit_layout(weight), weight.data.device, weight.out_features
-        for rows in range(1, _most_rows(weight) + 1):
-            if (native := self._native(weight, dtype, None, rows)) is not None:
-                cuda.prepare(*native[:2], layout.inner, device)
-                self._enlarge(*cuda.workspace_size(rows, columns, native[1]), device)
+        layout, device, columns, most = low_bit_layout(weight), weight.data.device, weight.out_features, _most_rows(weight)
+        form = self._form(weight, dtype, bias=False)
+        shape = (form, layout.kind, layout.group, columns, layout.inner, most)
+        if shape in self._reserved:
+            return
+        self._reserved.add(shape)
+        for rows in range(1, most + 1):
+            native = None if form is None else cuda.choice(form, columns, layout.inner, rows, sm_count(device))
+            if form is not None and native is not None:
+                cuda.prepare(form, native, layout.inner, device)
+                self._enlarge(*cuda.workspace_size(rows, columns, native), device)
         for rows in ROW_CLASSES:
             tuning = choice(layout.kind, columns, layout.inner, layout.group, rows, sm_count(device))
             if tuning is not None and tuning.split > 1:

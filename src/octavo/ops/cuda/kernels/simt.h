@@ -30,16 +30,8 @@ INLINE int blocks_x() { return gridDim.x; }
 INLINE void block_barrier() { __syncthreads(); }
 
 // Programmatic dependent launch: wait for what the kernel before wrote; let the next one be set up.
-INLINE void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-INLINE void release_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
+INLINE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+INLINE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Activations: read by many.
 INLINE U4 load16(const void* p) {
@@ -138,7 +130,6 @@ INLINE void wait_for_loads(u32 a, u32 b) {
 }
 INLINE void warp_barrier() { __syncwarp(); }
 
-#if __CUDA_ARCH__ >= 900
 // Barriers in shared memory: a phase ends when all have arrived, and all bytes that were announced.
 INLINE void set_barrier(u32 bar, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory"); }
 INLINE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -160,7 +151,6 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
                "r"(row), "r"(chunk), "r"(bar)
                : "memory");
 }
-#endif
 
 // The same for [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
 template <bool unsigned_b>
@@ -174,7 +164,6 @@ INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-INLINE int round_to_int(float x) { return __float2int_rn(x); }
 INLINE u32 of_lane(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
 
