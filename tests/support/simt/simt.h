@@ -137,23 +137,27 @@ INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
 }
 
 // What lane `lane` of the warp holds of a: rows lane / 4 and 8 below, columns 2 * (lane % 4) and 8 right of it.
-static float operand_a(int lane, int row, int k) {
+static float operand_a(int row, int k) {
   Lane& l = lanes[current / 32 * 32 + (row & 7) * 4 + (k & 7) / 2];
-  (void)lane;
   return widened(l.a[(row >> 3) + (k >> 3) * 2] >> (k & 1) * 16);
+}
+
+// All lanes of the warp show their registers; a second barrier, when all have looked, is the caller's.
+static void show(const u32 (&a)[4], u32 b0, u32 b1) {
+  memcpy(lanes[current].a, a, 16);
+  lanes[current].b[0] = b0, lanes[current].b[1] = b1;
+  warp_barrier();
 }
 
 INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   int lane = current & 31;
-  memcpy(lanes[current].a, a, 16);
-  lanes[current].b[0] = b0, lanes[current].b[1] = b1;
-  warp_barrier();
+  show(a, b0, b1);
   for (int e = 0; e < 4; e++) {
     int row = lane / 4 + (e >> 1) * 8, column = lane % 4 * 2 + (e & 1);
     float sum = 0;
     for (int k = 0; k < 16; k++) {
       Lane& l = lanes[current / 32 * 32 + column * 4 + (k & 7) / 2];
-      sum += operand_a(lane, row, k) * widened(l.b[k >> 3] >> (k & 1) * 16);
+      sum += operand_a(row, k) * widened(l.b[k >> 3] >> (k & 1) * 16);
     }
     d[e] += sum;
   }
@@ -164,9 +168,7 @@ INLINE u32 shared_address(const void* p) { return (const u8*)p - shared_memory; 
 template <bool unsigned_b>
 INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   int lane = current & 31;
-  memcpy(lanes[current].a, a, 16);
-  lanes[current].b[0] = b0, lanes[current].b[1] = b1;
-  warp_barrier();
+  show(a, b0, b1);
   for (int e = 0; e < 4; e++) {
     int row = lane / 4 + (e >> 1) * 8, column = lane % 4 * 2 + (e & 1);
     for (int k = 0; k < 32; k++) {
@@ -187,7 +189,6 @@ INLINE u32 of_lane(u32 x, int lane) {
   return r;
 }
 INLINE void wait_for_loads(u32, u32) { warp_barrier(); }
-INLINE int round_to_int(float x) { return std::isnan(x) ? 0 : (int)std::nearbyint(x); }
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
 INLINE u32 as_bits(float x) { return bits(x); }
 
@@ -204,12 +205,11 @@ static u16 swizzled(u32 tile, int row, int byte) {
 INLINE void warpgroup_mma(float (&d)[ROWS / 2], const u32 (&a)[4], u32 tile, int byte) {
   int lane = current & 31;
   if (tile % 1024) abort();
-  memcpy(lanes[current].a, a, 16);
-  warp_barrier();
+  show(a, 0, 0);
   for (int i = 0; i < ROWS / 2; i++) {
     int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
     float sum = 0;
-    for (int k = 0; k < 16; k++) sum += operand_a(lane, row, k) * widened(swizzled(tile, column, byte + 2 * k));
+    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(swizzled(tile, column, byte + 2 * k));
     d[i] += sum;
   }
   warp_barrier();
