@@ -28,7 +28,7 @@ struct U4 {
 struct Map {
   const u8* data;
   int64_t stride;
-  int32_t rows, chunks, width, box_rows, box_chunks;
+  int32_t rows, chunks, width, box_rows, box_chunks, swizzled;
 };
 #define CONSTANT_MAP const Map&
 
@@ -66,6 +66,8 @@ static void meet(Counter& counter, int all) {
 }
 INLINE void block_barrier() { meet(block_counter, (int)lanes.size()); }
 INLINE void warp_barrier() { meet(warp_counters[current / 32], 32); }
+static Counter first_counter;
+INLINE void barrier_of(int threads) { meet(first_counter, threads); }
 
 INLINE void wait_for_inputs() {}
 INLINE void release_dependents() {}
@@ -129,6 +131,7 @@ static float widened(u16 x) { return from_float16(x); }
 INLINE u16 narrow(float x) { return to_bfloat16(x); }
 static float widened(u16 x) { return from_bfloat16(x); }
 #endif
+INLINE float widen(u16 x) { return widened(x); }
 INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
   u32 r = 0;
   // In double, rounded to float and then to 16 bits: exact for what the kernels ask, integers and powers of two.
@@ -197,11 +200,34 @@ INLINE void publish_to_tensor_cores() {}
 INLINE void begin_products() {}
 INLINE void close_products() {}
 INLINE void wait_for_products() {}
+INLINE void wait_for_products_but_one() {}
 static u16 swizzled(u32 tile, int row, int byte) {
   u16 r;
   memcpy(&r, shared_memory + tile + row * 128 + (byte ^ (row % 8 * 16)), 2);
   return r;
 }
+#ifdef FLOAT8
+static float of_float8(u8 x) {
+  int e = x >> 3 & 15, m = x & 7;
+  float r = e == 15 && m == 7 ? NAN : e ? std::ldexp(8.0f + m, e - 10) : std::ldexp((float)m, -9);
+  return x & 0x80 ? -r : r;
+}
+// Number `k` of a row of a tile in shared memory.
+static float number(u32 tile, int row, int byte, int k) {
+  if (FLOAT8) return of_float8(shared_memory[tile + row * 128 + ((byte + k) ^ (row % 8 * 16))]);
+  return widened(swizzled(tile, row, byte + 2 * k));
+}
+INLINE void dense_mma(float (&d)[COLUMNS / 2], u32 x, u32 w, int byte) {
+  int lane = current & 31, warp = current / 32 % 4;
+  if (x % 1024 || w % 1024 || x + 8192 > sizeof(shared_memory)) abort();
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    int row = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
+    float sum = 0;
+    for (int k = 0; k < (FLOAT8 ? 32 : 16); k++) sum += number(x, row, byte, k) * number(w, column, byte, k);
+    d[i] += sum;
+  }
+}
+#else
 INLINE void warpgroup_mma(float (&d)[ROWS / 2], const u32 (&a)[4], u32 tile, int byte) {
   int lane = current & 31;
   if (tile % 1024) abort();
@@ -214,6 +240,7 @@ INLINE void warpgroup_mma(float (&d)[ROWS / 2], const u32 (&a)[4], u32 tile, int
   }
   warp_barrier();
 }
+#endif
 #endif
 
 INLINE U4 shared16(u32 at) { return stream16(shared_memory + at); }
@@ -255,8 +282,11 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
   for (int c = 0; c < map.box_chunks; c++)
     for (int r = 0; r < map.box_rows; r++, to += map.width) {
       if (to + map.width > sizeof(shared_memory)) abort();
-      if (row + r < map.rows && chunk + c < map.chunks) memcpy(shared_memory + to, map.data + (row + r) * map.stride + (chunk + c) * map.width, map.width);
-      else memset(shared_memory + to, 0, map.width);
+      if (row + r >= map.rows || chunk + c >= map.chunks) memset(shared_memory + to, 0, map.width);
+      else {
+        const u8* from = map.data + (row + r) * map.stride + (chunk + c) * map.width;
+        for (int i = 0; i < map.width; i += 16) memcpy(shared_memory + to + (map.swizzled ? i ^ (r % 8 * 16) : i), from + i, 16);
+      }
     }
   phases.at(bar).bytes -= map.box_chunks * map.box_rows * map.width;
   move_on(phases.at(bar));
@@ -279,6 +309,7 @@ INLINE bool counted_last(int* counter, int all) {
   return last;
 }
 INLINE float load_fresh(const float* p) { return *p; }
+INLINE U4 load_fresh16(const float* p) { return stream16(p); }
 
 static std::function<void()> body;
 static void enter() {
@@ -294,7 +325,7 @@ static void run_blocks(int threads, int x, int y, int z, std::function<void()> k
       for (block[0] = 0; block[0] < x; block[0]++) {
         lanes.assign(threads, Lane());
         warp_counters.assign(threads / 32, Counter());
-        block_counter = Counter();
+        block_counter = first_counter = Counter();
         phases.clear();
         memset(shared_memory, 0xff, sizeof(shared_memory));
         for (auto& lane : lanes) {

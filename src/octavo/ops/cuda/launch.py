@@ -12,8 +12,9 @@ from octavo.ops.triton.launch import PREFERRED_CARVEOUT
 _MAX_DYNAMIC_SHARED = 8
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _UINT32 = 2
+_SWIZZLE_128_BYTES = 3
 _PROMOTE_TO_256_BYTES = 3
-"""Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType and CUtensorMapL2promotion."""
+"""Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion."""
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -57,13 +58,16 @@ def _check(status: int, what: str) -> None:
         raise LaunchError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-def tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+def tensor_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzled: bool = False
+) -> TensorMap:
     """How the copy engine finds boxes of a tensor of 4-byte elements.
 
     Args:
         shape: elements, the contiguous dimension first.
         strides: bytes, of all dimensions but the first; multiples of 16.
         box: elements that are copied at once.
+        swizzled: 16-byte pieces of rows of 128 bytes are exchanged by the row's number, as the tensor cores want them.
     """
     rank = len(shape)
     room = (ctypes.c_uint64 * 24)()
@@ -78,7 +82,7 @@ def tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], b
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
-        0,
+        _SWIZZLE_128_BYTES if swizzled else 0,
         _PROMOTE_TO_256_BYTES,
         0,
     )

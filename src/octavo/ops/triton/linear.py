@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import functools
+import logging
 from dataclasses import replace
 
 import torch
@@ -11,21 +11,22 @@ import triton
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows
+from octavo.ops.cuda import dense
+from octavo.ops.cuda.compiler import CompilerError
+from octavo.ops.cuda.low_bit import architecture
 from octavo.ops.packed import DenseWeight, LinearWeight, OffsetWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import low_bit_linear, with_offsets
+from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit import LowBitLinear
 from octavo.ops.triton.low_bit_matmul import unpack_weight
 from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul
 from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
 
+logger = logging.getLogger(__name__)
+
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_SUMMED_ROWS = 256
 """Beyond them the float32 product of the sums costs more than unpacking."""
-
-
-@functools.cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 class TritonLinear:
@@ -39,15 +40,22 @@ class TritonLinear:
         self._low_bit = LowBitLinear()
         self._choices: dict[tuple[int, int], Choices] = {}
         """By (out_features, in_features)."""
+        self._compiles = True
 
     def pack(self, weight: torch.Tensor) -> LinearWeight:
         """See `ops.registry.PackLinear`."""
         shape = (weight.shape[0], weight.shape[1])
         if shape not in self._choices and weight.dtype in _HALF:
-            self._choices[shape] = choices(*shape, _sm_count(weight.device))
+            self._choices[shape] = choices(*shape, sm_count(weight.device))
             for rows, tuning in zip(ROW_CLASSES, self._choices[shape], strict=True):
                 if tuning is not None and tuning.split > 1:
-                    self._reserve(tuning, rows, shape[0], weight.device)
+                    self._reserve(*_skinny_size(tuning, rows, shape[0]), weight.device)
+            if architecture(weight.device) is not None:
+                form = _form(weight.dtype, bias=False)
+                for rows in range(1, dense.MOST_ROWS + 1):
+                    if (native := dense.choice(form, *shape, rows, sm_count(weight.device))) is not None:
+                        dense.prepare(form, native, weight.device)
+                        self._reserve(*dense.workspace_size(shape[0], native), weight.device)
         return DenseWeight.plain(weight)
 
     def pack_coded(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
@@ -68,8 +76,25 @@ class TritonLinear:
         known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
         if known is None or not 0 < rows <= ROW_CLASSES[-1] or x.dtype not in _HALF or x.dtype != weight.data.dtype:
             return F.linear(x, weight.data, bias)
+        if (native := self._native(x, weight.data, bias)) is not None:
+            return native
         tuning = known[bisect.bisect_left(ROW_CLASSES, rows)]
         return F.linear(x, weight.data, bias) if tuning is None else skinny_matmul(x, weight.data, bias, self._workspace, tuning)
+
+    def _native(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """By the CUDA C++ kernel, where it runs and takes the operands."""
+        if not self._compiles or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
+            return None
+        form = _form(x.dtype, bias=bias is not None)
+        tuning = dense.choice(form, *weight.shape, len(x), sm_count(x.device))
+        if tuning is None:
+            return None
+        try:
+            return dense.multiply(x, weight, bias, form, tuning, self._workspace)
+        except CompilerError as error:
+            logger.warning("A CUDA kernel for dense weights could not be compiled, slower ones take its place: %s", error)
+            self._compiles = False
+            return None
 
     def _with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """The product with the codes, and what groups add: a small product of the inputs' sums. Of many rows the weight is unpacked anyway."""
@@ -84,10 +109,19 @@ class TritonLinear:
         unpacked.view(len(unpacked), groups, -1).add_(weight.offsets.T.unsqueeze(-1))
         return F.linear(x, unpacked, bias)
 
-    def _reserve(self, tuning: SkinnyTuning, rows: int, columns: int, device: torch.device) -> None:
-        strips = triton.cdiv(columns, tuning.columns)
-        elements = tuning.split * max(16, triton.next_power_of_2(rows)) * strips * tuning.columns
+    def _reserve(self, elements: int, strips: int, device: torch.device) -> None:
         old = self._workspace
-        if old is None or elements > len(old.parts) or strips > len(old.counters):
+        if elements and (old is None or elements > len(old.parts) or strips > len(old.counters)):
             sizes = (elements, strips) if old is None else (max(elements, len(old.parts)), max(strips, len(old.counters)))
             self._workspace = SkinnyWorkspace.allocate(*sizes, device)
+
+
+def _skinny_size(tuning: SkinnyTuning, rows: int, columns: int) -> tuple[int, int]:
+    """Elements and strips of a workspace."""
+    strips = triton.cdiv(columns, tuning.columns)
+    return tuning.split * max(16, triton.next_power_of_2(rows)) * strips * tuning.columns, strips
+
+
+def _form(dtype: torch.dtype, *, bias: bool) -> dense.Form:
+    half = dtype == torch.float16
+    return dense.Form("float16" if half else "bfloat16", half, bias)

@@ -190,14 +190,6 @@ INLINE int inner_of(int quarter) {
 }
 INLINE int inner_offset(int step) { return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : step * 4; }
 
-INLINE float widen(u16 x) {
-#if HALF
-  return from_float16(x);
-#else
-  return from_bfloat16(x);
-#endif
-}
-
 INLINE void store_out(const Args& p, int m, int n, float value) {
 #if BIAS
   u16 bias = ((const u16*)p.bias)[n];

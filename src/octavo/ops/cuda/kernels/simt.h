@@ -75,6 +75,13 @@ INLINE float from_float16(u16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x));
   return r;
 }
+INLINE float widen(u16 x) {
+#if HALF
+  return from_float16(x);
+#else
+  return from_bfloat16(x);
+#endif
+}
 
 // d [16, 8] += a [16, 16] @ b [16, 8], spread over the lanes of a warp as the instruction has it.
 INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -129,6 +136,8 @@ INLINE void wait_for_loads(u32 a, u32 b) {
   if (__any_sync(0xffffffffu, (a ^ b) == 0x5bd1e995u)) asm volatile("nanosleep.u32 1;" ::: "memory");
 }
 INLINE void warp_barrier() { __syncwarp(); }
+// Of the block's first threads.
+INLINE void barrier_of(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // Barriers in shared memory: a phase ends when all have arrived, and all bytes that were announced.
 INLINE void set_barrier(u32 bar, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory"); }
@@ -175,6 +184,7 @@ INLINE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::
 INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 INLINE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+INLINE void wait_for_products_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8: so the tensor cores read without bank conflicts.
 INLINE u64 swizzled_operand(u32 tile, int byte) {
   u64 address = tile + byte;
@@ -193,5 +203,10 @@ INLINE bool counted_last(int* counter, int all) {
 INLINE float load_fresh(const float* p) {
   float r;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p));
+  return r;
+}
+INLINE U4 load_fresh16(const float* p) {
+  U4 r;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
   return r;
 }
