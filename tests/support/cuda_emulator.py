@@ -66,7 +66,7 @@ def emulate_dense(
     bias: torch.Tensor | None,
     form: dense.Form,
     tuning: dense.Tuning,
-    scales: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """As `octavo.ops.cuda.dense.multiply`."""
     out = torch.full((len(x), len(weight)), torch.nan, dtype=torch.float16 if form.half else torch.bfloat16)

@@ -13,7 +13,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 pytestmark = pytest.mark.skipif(not ON_GPU and COMPILER is None, reason="needs an NVIDIA GPU or a C++ compiler")
 
-Scales = tuple[torch.Tensor, torch.Tensor, int]
+Scales = tuple[torch.Tensor, torch.Tensor]
 
 
 def product(
@@ -52,7 +52,7 @@ def test_scaled_products_of_float8(tuning: Tuning) -> None:
     x = torch.randn(tuning.rows, inner, device=DEVICE).to(torch.float8_e4m3fn)
     weight = torch.randn(columns, inner, device=DEVICE).to(torch.float8_e4m3fn)
     x_scale, w_scale = torch.rand(len(x), 1, device=DEVICE) + 0.5, torch.rand(columns // block, device=DEVICE) + 0.5
-    got = product(x, weight, None, Form("float8", True, False), tuning, (x_scale, w_scale, block))
+    got = product(x, weight, None, Form("float8", True, False, block), tuning, (x_scale, w_scale))
     expected = (x.double() * x_scale.double()) @ (weight.double() * w_scale.double().repeat_interleave(block)[:, None]).T
     # The tensor cores add up products of float8 with about 14 bits.
     assert error(got, expected) < (2e-3 if ON_GPU else 4e-4)

@@ -291,6 +291,7 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
   phases.at(bar).bytes -= map.box_chunks * map.box_rows * map.width;
   move_on(phases.at(bar));
 }
+INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_box(to, map, row, chunk, bar); }
 
 static bool votes[64];
 INLINE bool any_lane(bool x) {

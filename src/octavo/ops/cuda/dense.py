@@ -40,6 +40,8 @@ class Form:
     half: bool
     """The result is float16, else bfloat16."""
     bias: bool
+    row_block: int = 1
+    """Rows of the weight that share a scale, of float8."""
 
     @property
     def chunk(self) -> int:
@@ -102,7 +104,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x_scale", "w_scale", "bias", "out", "parts", "counters")),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "out_stride", "x_scale_stride", "w_scale_rows")),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "chunks", "out_stride", "x_scale_stride")),
     ]
 
 
@@ -113,6 +115,7 @@ def source(form: Form, tuning: Tuning, machine: str) -> str:
         "FLOAT8": form.numbers == "float8",
         "SCALED": form.numbers == "float8",
         "BIAS": form.bias,
+        "W_SCALE_ROWS": form.row_block,
         "WARPGROUP": 1,
     }
     lines = [f"#define {name} {int(value)}" for name, value in (definitions | tuning.definitions()).items()]
@@ -187,9 +190,9 @@ def arguments(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     workspace: SkinnyWorkspace | None,
-    scales: tuple[torch.Tensor, torch.Tensor, int] | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Arguments:
-    x_scale, w_scale, block = (None, None, 1) if scales is None else scales
+    x_scale, w_scale = (None, None) if scales is None else scales
     return Arguments(
         x_scale=0 if x_scale is None else x_scale.data_ptr(),
         w_scale=0 if w_scale is None else w_scale.data_ptr(),
@@ -202,7 +205,6 @@ def arguments(
         chunks=weight.shape[1] // form.chunk,
         out_stride=out.stride(0) * out.element_size(),
         x_scale_stride=0 if x_scale is None or len(x_scale) == 1 else x_scale.stride(0),
-        w_scale_rows=block,
     )
 
 
@@ -263,7 +265,7 @@ def multiply(
     form: Form,
     tuning: Tuning,
     workspace: SkinnyWorkspace | None,
-    scales: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias.
 
@@ -272,7 +274,7 @@ def multiply(
         weight: [out_features, in_features] of x's dtype.
         bias: [out_features] of the result's dtype.
         workspace: needed where the tuning splits.
-        scales: of float8: x's [rows or 1, 1] float32, the weight's [blocks] float32, and rows of the weight in a block.
+        scales: of float8: x's [rows or 1, 1] and the weight's [blocks], float32.
 
     Returns:
         [rows, out_features], float16 or bfloat16 as `form` has it.

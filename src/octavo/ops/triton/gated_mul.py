@@ -7,10 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.registry import Activation
-from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.triton.turns import overlap, take_turn
 
 _BLOCK = 1024
 
@@ -26,9 +25,7 @@ def _gated_mul_kernel(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < DIM
@@ -52,7 +49,7 @@ def gated_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, dim, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        overlap = overlap_supported(gate_up.device)
+        turn = overlap(len(gate_up), gate_up.device)
         _gated_mul_kernel[(tokens, triton.cdiv(dim, _BLOCK))](
             gate_up,
             out,
@@ -61,8 +58,8 @@ def gated_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
             DIM=dim,
             BLOCK=_BLOCK,
             ACTIVATION=activation,
-            OVERLAP=overlap,
-            **({"launch_pdl": True} if overlap else {}),
+            OVERLAP=turn,
+            **({"launch_pdl": True} if turn else {}),
             num_warps=4,
         )
     return out

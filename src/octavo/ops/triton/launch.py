@@ -29,8 +29,9 @@ def sm_count(device: torch.device) -> int:
 def overlap_supported(device: torch.device) -> bool:
     """Whether a kernel can be set up while the one before it still runs (programmatic dependent launch, Hopper on).
 
-    Every kernel that is launched so waits (`gdc_wait`) before it touches what earlier kernels wrote, and only then lets the next
-    one start (`gdc_launch_dependents`): so whatever a kernel reads before its wait must be at least two kernels old.
+    Every kernel that is launched so waits before it touches what earlier kernels wrote. Most let the next one start only then
+    (`gdc_launch_dependents` behind `gdc_wait`); those between two products at once (`turns.EARLY`). So whatever a kernel reads before its
+    wait must be at least three kernels old.
     """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 

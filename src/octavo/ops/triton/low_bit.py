@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
+from octavo.ops.cuda import dense
 from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import CompilerError
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
@@ -52,6 +53,8 @@ class LowBitLinear:
         """See `ops.registry.Linear`."""
         if x.dtype not in _HALF or not len(x):
             return low_bit_linear(x, weight, bias)
+        if (rounded := self._float8_product(x, weight, bias)) is not None:
+            return rounded
         layout, rows = low_bit_layout(weight), x.shape[0]
         form = self._form(weight, x.dtype, bias=bias is not None) if rows <= _most_rows(weight) else None
         native = None if form is None else cuda.choice(form, weight.out_features, layout.inner, rows, sm_count(x.device))
@@ -61,8 +64,7 @@ class LowBitLinear:
                     weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, form, native, self._workspace)
                 )
             except CompilerError as error:
-                logger.warning("A CUDA kernel for low-bit weights could not be compiled, slower ones take its place: %s", error)
-                self._compiles = False
+                self._give_up(error)
         tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
         if tuning is None:
             if (rounded := _eight_bit_product(x, weight, bias)) is not None:
@@ -80,6 +82,32 @@ class LowBitLinear:
         runs = self._compiles and cuda.architecture(weight.data.device) is not None
         return cuda.form_of(weight, dtype, bias=bias) if runs else None
 
+    def _float8_product(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Few inputs rounded to float8, where the weight was made for that and the CUDA C++ kernel has it; else None."""
+        found = self._dense(weight, x.dtype, len(x), bias=bias is not None)
+        if found is None or not isinstance(weight, Float8Weight) or not dense.takes(weight.data):
+            return None
+        codes, scale = round_rows(x, weight.activations)
+        try:
+            return dense.multiply(codes, weight.data, bias, *found, self._workspace, (scale, weight.scales))
+        except CompilerError as error:
+            self._give_up(error)
+            return None
+
+    def _dense(self, weight: LowBit, dtype: torch.dtype, rows: int, *, bias: bool) -> tuple[dense.Form, dense.Tuning] | None:
+        """How `ops.cuda.dense` multiplies so many rows with a weight, where it does."""
+        if not _MOST_ROWS_BEFORE_8_BITS < rows <= dense.MOST_ROWS or not isinstance(weight, Float8Weight):
+            return None
+        if not _rounds_whole_rows(weight) or not self._compiles or cuda.architecture(weight.data.device) is None:
+            return None
+        form = dense.Form("float8", dtype == torch.float16, bias, weight.row_block)
+        tuning = dense.choice(form, weight.out_features, weight.in_features, rows, sm_count(weight.data.device))
+        return None if tuning is None else (form, tuning)
+
+    def _give_up(self, error: CompilerError) -> None:
+        logger.warning("A CUDA kernel for low-bit weights could not be compiled, slower ones take its place: %s", error)
+        self._compiles = False
+
     def _reserve(self, weight: LowBit, dtype: torch.dtype) -> None:
         """Make the workspace large enough for any number of rows, and have the kernels compiled meanwhile."""
         layout, device, columns, most = low_bit_layout(weight), weight.data.device, weight.out_features, _most_rows(weight)
@@ -93,6 +121,10 @@ class LowBitLinear:
             if form is not None and native is not None:
                 cuda.prepare(form, native, layout.inner, device)
                 self._enlarge(*cuda.workspace_size(rows, columns, native), device)
+        for rows in range(1, dense.MOST_ROWS + 1):
+            if (found := self._dense(weight, dtype, rows, bias=False)) is not None:
+                dense.prepare(*found, device)
+                self._enlarge(*dense.workspace_size(columns, found[1]), device)
         for rows in ROW_CLASSES:
             tuning = choice(layout.kind, columns, layout.inner, layout.group, rows, sm_count(device))
             if tuning is not None and tuning.split > 1:
@@ -140,14 +172,18 @@ def _has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def _rounds_whole_rows(weight: Float8Weight) -> bool:
+    """Whether a weight was made for inputs rounded to float8, with one scale a row."""
+    return weight.activations.kind == "float8" and weight.scales.shape[1] == 1
+
+
 def _eight_bit_product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor | None:
     """With inputs rounded to 8 bits, where the weight was made for that and cuBLAS has it; else None."""
     out, inner = weight.out_features, weight.in_features
     if x.device.type != "cuda" or out % 16 or inner % 16:
         return None
     if isinstance(weight, Float8Weight):
-        whole_rows = weight.scales.shape[1] == 1
-        if weight.activations.kind != "float8" or not whole_rows or not _has_float8(x.device):
+        if not _rounds_whole_rows(weight) or not _has_float8(x.device):
             return None
         codes, scale = round_rows(x, weight.activations)
         if weight.activations.scale is not None and weight.scales.numel() == 1:

@@ -7,9 +7,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.triton.turns import overlap, take_turn
 
 
 @triton.jit
@@ -32,9 +31,7 @@ def _rms_norm_kernel(
     mask = d < DIM
     # The weight does not wait for the row.
     weight = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(OVERLAP)
     x = tl.load(x_ptr + row * x_stride + d, mask=mask, other=0.0)
     dtype = x.dtype
     wide = x.to(tl.float32)
@@ -71,7 +68,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def _launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool) -> None:
     rows, dim = x.shape
     pad = triton.next_power_of_2(dim)
-    overlap = overlap_supported(x.device)
+    turn = overlap(len(x), x.device)
     _rms_norm_kernel[(rows,)](
         x,
         residual,
@@ -84,7 +81,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: 
         DIM=dim,
         PAD=pad,
         ADD=add,
-        OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        OVERLAP=turn,
+        **({"launch_pdl": True} if turn else {}),
         num_warps=_warps(pad),
     )

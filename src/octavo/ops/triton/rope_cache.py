@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.triton.turns import overlap, take_turn
 
 _HEADS_AT_ONCE = 4
 _MANY_TOKENS = 1024
@@ -54,9 +53,7 @@ def _rope_cache_kernel(
     KEEP_KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(OVERLAP)
     # Rows of the tiles: AT_ONCE heads of one token, then those of the next.
     group = tl.program_id(1)
     i = tl.arange(0, TOKENS * AT_ONCE)
@@ -178,7 +175,7 @@ def rope_cache(
     norm = q_weight is not None and k_weight is not None
     scaled = k_scale is not None and v_scale is not None
     groups = triton.cdiv(num_heads, _HEADS_AT_ONCE) + 2 * triton.cdiv(num_kv_heads, _HEADS_AT_ONCE)
-    overlap = overlap_supported(qkv.device)
+    turn = overlap(len(qkv), qkv.device)
     at_once = _TOKENS_AT_ONCE if tokens >= _MANY_TOKENS and not batch_invariant else 1
     if tokens:
         _rope_cache_kernel[(triton.cdiv(tokens, at_once), groups)](
@@ -211,8 +208,8 @@ def rope_cache(
             NORM=norm,
             SCALE_STRIDE=-1 if k_scale is None or not scaled else int(k_scale.numel() > 1),
             KEEP_KEYS=keep_keys,
-            OVERLAP=overlap,
-            **({"launch_pdl": True} if overlap else {}),
+            OVERLAP=turn,
+            **({"launch_pdl": True} if turn else {}),
             num_warps=1 if at_once == 1 else 4,
         )
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)

@@ -9,10 +9,9 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.coded import Activations
-from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.triton.turns import overlap, take_turn
 
 _BLOCK: Final = 1024
 
@@ -32,9 +31,7 @@ def _round_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One row. GIVEN: with the calibrated scale; else with the row's own, which is written."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if GIVEN:
         scale = tl.load(given_ptr)
@@ -68,7 +65,7 @@ def round_rows(x: torch.Tensor, activations: Activations) -> tuple[torch.Tensor,
     out = torch.empty(rows, inner, dtype=torch.int8 if integer else torch.float8_e4m3fn, device=x.device)
     given = activations.scale
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if given is None else given.reshape(1, 1)
-    overlap = overlap_supported(x.device)
+    turn = overlap(len(x), x.device)
     _round_kernel[(rows,)](
         x,
         out,
@@ -80,8 +77,8 @@ def round_rows(x: torch.Tensor, activations: Activations) -> tuple[torch.Tensor,
         INTEGER=integer,
         GIVEN=given is not None,
         BLOCK=_BLOCK,
-        OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        OVERLAP=turn,
+        **({"launch_pdl": True} if turn else {}),
         num_warps=4,
     )
     return out, scale
@@ -100,9 +97,7 @@ def _scale_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = n < columns
@@ -124,7 +119,7 @@ def scaled_sums(
     """
     rows, columns = sums.shape
     out = torch.empty(rows, columns, dtype=dtype, device=sums.device)
-    overlap = overlap_supported(sums.device)
+    turn = overlap(len(sums), sums.device)
     _scale_kernel[(rows, triton.cdiv(columns, _BLOCK))](
         sums,
         x_scale,
@@ -135,8 +130,8 @@ def scaled_sums(
         0 if len(x_scale) == 1 else 1,
         BIAS=bias is not None,
         BLOCK=_BLOCK,
-        OVERLAP=overlap,
-        **({"launch_pdl": True} if overlap else {}),
+        OVERLAP=turn,
+        **({"launch_pdl": True} if turn else {}),
         num_warps=4,
     )
     return out

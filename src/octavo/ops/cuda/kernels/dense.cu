@@ -22,7 +22,7 @@ struct Args {
   int* counters;
   int rows, columns, chunks;
   int out_stride;  // bytes
-  int x_scale_stride, w_scale_rows;
+  int x_scale_stride;
 };
 
 // A block's share: tiles of W and ranges of the inner dimension, in stages of DEPTH chunks.
@@ -47,7 +47,7 @@ INLINE bool advance(Place& at, const Args& p) {
 
 INLINE void copy_w(u32 stage, u32 full, const Place& at, const Map& w) {
   expect_bytes(full, STAGE_BYTES);
-  copy_box(stage + X_BYTES, w, at.item / SPLIT * COLUMNS, at.stage * DEPTH, full);
+  copy_box_once(stage + X_BYTES, w, at.item / SPLIT * COLUMNS, at.stage * DEPTH, full);
 }
 
 INLINE void copy_all(u32 ring, u32 full, u32 empty, const Args& p, const Map& x, const Map& w) {
@@ -68,25 +68,62 @@ INLINE void copy_all(u32 ring, u32 full, u32 empty, const Args& p, const Map& x,
   }
 }
 
-INLINE void store_pair(const Args& p, int m, int n, float a, float b) {
-  if (m >= p.rows || n >= p.columns) return;  // both or none: columns are even
+// What goes with two columns: asked for a while before, since it does not depend on x.
+struct Columns {
 #if SCALED
-  const float scale = p.x_scale[m * p.x_scale_stride];
-  a *= scale * p.w_scale[n / p.w_scale_rows];
-  b *= scale * p.w_scale[(n + 1) / p.w_scale_rows];
+  float scale[2];
 #endif
 #if BIAS
-  const u32 bias = *(const u32*)(p.bias + 2 * n);
-  a += widen(bias), b += widen(bias >> 16);
+  u32 bias;
 #endif
-  *(u32*)(p.out + (long long)m * p.out_stride + 2ll * n) = narrow(a) | (u32)narrow(b) << 16;
+};
+
+INLINE Columns columns_of(const Args& p, int tile, int vector, int lane) {
+  Columns c;
+  const int n = tile * COLUMNS + vector * 8 + (lane & 3) * 2;
+#if SCALED
+  c.scale[0] = n < p.columns ? p.w_scale[n / W_SCALE_ROWS] : 0.0f;
+  c.scale[1] = n < p.columns ? p.w_scale[(n + 1) / W_SCALE_ROWS] : 0.0f;
+#endif
+#if BIAS
+  c.bias = n < p.columns ? *(const u32*)(p.bias + 2 * n) : 0;
+#endif
+  return c;
+}
+
+// The scales of a lane's two rows of x.
+struct Scales {
+  float row[2];
+};
+
+INLINE Scales scales_of(const Args& p, int warp, int lane) {
+  Scales s{{1.0f, 1.0f}};
+#if SCALED
+UNROLL
+  for (int h = 0; h < 2; h++) {
+    const int m = warp * 16 + h * 8 + (lane >> 2);
+    s.row[h] = p.x_scale[m < p.rows ? m * p.x_scale_stride : 0];
+  }
+#endif
+  return s;
 }
 
 // Of a lane's vector: two rows 8 apart, two columns.
-INLINE void store_vector(const Args& p, int tile, int warp, int vector, int lane, const float (&sums)[4]) {
-  const int m = warp * 16 + (lane >> 2), n = tile * COLUMNS + vector * 8 + (lane & 3) * 2;
-  store_pair(p, m, n, sums[0], sums[1]);
-  store_pair(p, m + 8, n, sums[2], sums[3]);
+INLINE void store_vector(const Args& p, int tile, int warp, int vector, int lane, const Scales& scales, const Columns& c, const float (&sums)[4]) {
+  const int n = tile * COLUMNS + vector * 8 + (lane & 3) * 2;
+UNROLL
+  for (int h = 0; h < 2; h++) {
+    const int m = warp * 16 + h * 8 + (lane >> 2);
+    float a = sums[2 * h], b = sums[2 * h + 1];
+#if SCALED
+    a *= scales.row[h] * c.scale[0], b *= scales.row[h] * c.scale[1];
+#endif
+#if BIAS
+    a += widen(c.bias), b += widen(c.bias >> 16);
+#endif
+    // Both columns or none: there are an even number of them.
+    if (m < p.rows && n < p.columns) *(u32*)(p.out + (long long)m * p.out_stride + 2ll * n) = narrow(a) | (u32)narrow(b) << 16;
+  }
 }
 
 KERNEL(dense_rows, CONSUMERS + 32)(Args p, CONSTANT_MAP x, CONSTANT_MAP w) {
@@ -94,7 +131,9 @@ KERNEL(dense_rows, CONSUMERS + 32)(Args p, CONSTANT_MAP x, CONSTANT_MAP w) {
   const int lane = thread_id() & 31, warp = thread_id() >> 5;
   // Behind the ring there is room for rows that x does not have.
   const u32 ring = shared_address(shared), full = ring + RING_BYTES + PADDING, empty = full + 8 * STAGES;
+#if SPLIT > 1
   int* last = (int*)(shared + RING_BYTES + PADDING + 16 * STAGES);
+#endif
   if (thread_id() == 0) {
     for (int s = 0; s < STAGES; s++) {
       set_barrier(full + 8 * s, 1);
@@ -107,10 +146,20 @@ KERNEL(dense_rows, CONSUMERS + 32)(Args p, CONSTANT_MAP x, CONSTANT_MAP w) {
     if (lane == 0) copy_all(ring, full, empty, p, x, w);
     return;
   }
-  wait_for_inputs();
   int slot = 0, round = 0;
+  bool first = true;
   for (Place at{block_x(), 0, 0}; at.item < items_of(p); at.item += blocks_x()) {
     enter_item(at, p);
+    const int tile = at.item / SPLIT;
+#if SPLIT == 1
+    Columns columns[VECTORS];
+    if (warp < USED_WARPS) {
+UNROLL
+      for (int v = 0; v < VECTORS; v++) columns[v] = columns_of(p, tile, v, lane);
+    }
+#endif
+    if (first) wait_for_inputs();
+    first = false;
     float acc[COLUMNS / 2];
 UNROLL
     for (int i = 0; i < COLUMNS / 2; i++) acc[i] = 0.0f;
@@ -133,11 +182,11 @@ UNROLL
     wait_for_products();
     if (done && lane == 0) arrive_at(done);
 
-    const int tile = at.item / SPLIT;
 #if SPLIT == 1
     if (warp < USED_WARPS) {
+      const Scales scales = scales_of(p, warp, lane);
 UNROLL
-      for (int v = 0; v < VECTORS; v++) store_vector(p, tile, warp, v, lane, {acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]});
+      for (int v = 0; v < VECTORS; v++) store_vector(p, tile, warp, v, lane, scales, columns[v], {acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]});
     }
 #else
     float* parts = p.parts + (long long)tile * (SPLIT * USED_WARPS * VECTORS * 128);
@@ -158,7 +207,7 @@ UNROLL
 UNROLL
           for (int k = 0; k < 4; k++) sums[k] += as_float(part.v[k]);
         }
-        store_vector(p, tile, i / VECTORS, i % VECTORS, lane, sums);
+        store_vector(p, tile, i / VECTORS, i % VECTORS, lane, scales_of(p, i / VECTORS, lane), columns_of(p, tile, i % VECTORS, lane), sums);
       }
     }
 #endif

@@ -160,6 +160,14 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
                "r"(row), "r"(chunk), "r"(bar)
                : "memory");
 }
+// The same for what is read once: it leaves the L2 cache before anything else.
+INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) {
+  asm volatile(
+      "{\n.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], first;\n}" ::"r"(to),
+      "l"(&map), "r"(0), "r"(row), "r"(chunk), "r"(bar)
+      : "memory");
+}
 
 // The same for [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
 template <bool unsigned_b>
