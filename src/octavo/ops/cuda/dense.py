@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ Numbers = Literal["bfloat16", "float16", "float8"]
 
 ROW_BYTES = 128
 """Of a chunk: what the tensor cores' order of shared memory repeats after."""
-MOST_ROWS = 64
+MOST_ROWS = 128
 _SHARED_BYTES = 200 << 10
 """Of a block: leaves room on the SM for the small kernels between two products."""
 
@@ -146,41 +147,44 @@ def _ceil(a: int, b: int) -> int:
 
 def row_class(rows: int) -> int:
     """Rows that a kernel is compiled for."""
-    return next(n for n in (8, 16, 32, 64) if rows <= n)
+    return next(n for n in (8, 16, 32, 64, 96, 128) if rows <= n)
 
 
 @functools.cache
 def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning | None:
     """For a weight of `columns` output and `inner` input features; None where the kernel does not take it.
 
-    What an SM that has most to do reads, and what it costs to add up parts, in bytes.
+    The cheapest by a model of the time that the SM with most to do takes, in bytes that it could read meanwhile; its numbers are
+    what the tilings of the layers of 8B and 0.6B models take on an H200, behind the small kernels that precede them in a step.
     """
     if not 0 < rows <= MOST_ROWS or inner % form.chunk or columns % 8:
         return None
-    tile = row_class(rows)
-    chunks = inner // form.chunk
+    tile, chunks = row_class(rows), inner // form.chunk
     best: tuple[float, Tuning] | None = None
-    for split in (1, 2, 4, 8):
-        for width in range(32, 257, 8):
-            tuning = Tuning(tile, width, split, 2 if width + tile <= 96 else 1)
-            stages = _ceil(chunks, tuning.depth)
-            share = _ceil(stages, split)
-            if share * (split - 1) * tuning.depth >= chunks or share < min(2, chunks // tuning.depth):
-                continue
-            turns = _ceil(_ceil(columns, width) * split, sms)
-            read = turns * share * tuning.depth * ROW_BYTES * (width + X_COST * tile)
-            joined = 0.0 if split == 1 else tile * width * 4 * (split + 1) * PART_COST
-            cost = read + joined + turns * TURN_COST
-            if best is None or cost < best[0]:
-                best = cost, tuning
+    for split, width, depth in itertools.product((1, 2, 4), range(16, 257, 8), (1, 2)):
+        tuning = Tuning(tile, width, split, depth)
+        stages = _ceil(chunks, depth)
+        share = _ceil(stages, split)
+        if share * (split - 1) >= stages or tuning.stages < 3:
+            continue
+        turns = _ceil(_ceil(columns, width) * split, sms)
+        stage = max(depth * ROW_BYTES * (width + _X_COST * tile), _STAGE_COST + depth * _CHUNK_COST)
+        joined = 0.0 if split == 1 else _JOIN_COST + _PART_COST * tile * width * 4 * (split + 1)
+        cost = turns * (share * stage + _TURN_COST + joined) + _START_COST * tuning.stage_bytes
+        if best is None or cost < best[0]:
+            best = cost, tuning
     return None if best is None else best[1]
 
 
-X_COST = 0.15
+_X_COST = 0.07
 """A byte of x, which comes from the L2 cache, beside a byte of W."""
-PART_COST = 1.0
-"""A byte of a part that is stored or read."""
-TURN_COST = 20_000.0
+_STAGE_COST, _CHUNK_COST = 4500.0, 1700.0
+"""Of products, which take longer than the bytes of a narrow tile."""
+_JOIN_COST, _PART_COST = 20000.0, 2.0
+"""To add up the parts of a tile, and a byte of a part that is stored or read."""
+_TURN_COST = 5000.0
+_START_COST = 3.5
+"""A byte of the first stage, which all wait for."""
 
 
 def arguments(

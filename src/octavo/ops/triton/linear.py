@@ -1,4 +1,8 @@
-"""Linear layers on a GPU: the streaming kernel for the few rows of a decode step where it wins, cuBLAS for the rest."""
+"""Linear layers on a GPU: streaming kernels for the few rows of a decode step, cuBLAS for the rest.
+
+One row is multiplied without tensor cores, by Triton; up to `dense.MOST_ROWS` by CUDA C++ where it can be compiled and runs, else
+by Triton or cuBLAS, as measured.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ class TritonLinear:
                     self._reserve(*_skinny_size(tuning, rows, shape[0]), weight.device)
             if architecture(weight.device) is not None:
                 form = _form(weight.dtype, bias=False)
-                for rows in range(1, dense.MOST_ROWS + 1):
+                for rows in range(2, dense.MOST_ROWS + 1):
                     if (native := dense.choice(form, *shape, rows, sm_count(weight.device))) is not None:
                         dense.prepare(form, native, weight.device)
                         self._reserve(*dense.workspace_size(shape[0], native), weight.device)
@@ -74,19 +78,21 @@ class TritonLinear:
         if not isinstance(weight, DenseWeight):
             return self._low_bit.linear(x, weight, bias)
         known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
-        if known is None or not 0 < rows <= ROW_CLASSES[-1] or x.dtype not in _HALF or x.dtype != weight.data.dtype:
+        if known is None or not 0 < rows <= max(ROW_CLASSES[-1], dense.MOST_ROWS) or x.dtype not in _HALF or x.dtype != weight.data.dtype:
             return F.linear(x, weight.data, bias)
         if (native := self._native(x, weight.data, bias)) is not None:
             return native
+        if rows > ROW_CLASSES[-1]:
+            return F.linear(x, weight.data, bias)
         tuning = known[bisect.bisect_left(ROW_CLASSES, rows)]
         return F.linear(x, weight.data, bias) if tuning is None else skinny_matmul(x, weight.data, bias, self._workspace, tuning)
 
     def _native(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """By the CUDA C++ kernel, where it runs and takes the operands."""
-        if not self._compiles or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
+        if not self._compiles or len(x) == 1 or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
             return None
         form = _form(x.dtype, bias=bias is not None)
-        tuning = dense.choice(form, *weight.shape, len(x), sm_count(x.device))
+        tuning = dense.choice(form, weight.shape[0], weight.shape[1], len(x), sm_count(x.device))
         if tuning is None:
             return None
         try:
