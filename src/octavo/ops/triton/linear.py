@@ -29,6 +29,8 @@ from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
+_FEWEST_DENSE_ROWS = 2
+"""One row is faster without tensor cores."""
 _MOST_SUMMED_ROWS = 256
 """Beyond them the float32 product of the sums costs more than unpacking."""
 
@@ -56,7 +58,7 @@ class TritonLinear:
                     self._reserve(*_skinny_size(tuning, rows, shape[0]), weight.device)
             if architecture(weight.device) is not None:
                 form = _form(weight.dtype, bias=False)
-                for rows in range(2, dense.MOST_ROWS + 1):
+                for rows in range(_FEWEST_DENSE_ROWS, dense.MOST_ROWS + 1):
                     if (native := dense.choice(form, *shape, rows, sm_count(weight.device))) is not None:
                         dense.prepare(form, native, weight.device)
                         self._reserve(*dense.workspace_size(shape[0], native), weight.device)
@@ -78,9 +80,9 @@ class TritonLinear:
         if not isinstance(weight, DenseWeight):
             return self._low_bit.linear(x, weight, bias)
         known, rows = self._choices.get((weight.out_features, weight.in_features)), x.shape[0]
-        if known is None or not 0 < rows <= max(ROW_CLASSES[-1], dense.MOST_ROWS) or x.dtype not in _HALF or x.dtype != weight.data.dtype:
+        if known is None or not rows or x.dtype not in _HALF or x.dtype != weight.data.dtype:
             return F.linear(x, weight.data, bias)
-        if (native := self._native(x, weight.data, bias)) is not None:
+        if rows >= _FEWEST_DENSE_ROWS and (native := self._native(x, weight.data, bias)) is not None:
             return native
         if rows > ROW_CLASSES[-1]:
             return F.linear(x, weight.data, bias)
@@ -89,7 +91,7 @@ class TritonLinear:
 
     def _native(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """By the CUDA C++ kernel, where it runs and takes the operands."""
-        if not self._compiles or len(x) == 1 or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
+        if not self._compiles or len(x) > dense.MOST_ROWS or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
             return None
         form = _form(x.dtype, bias=bias is not None)
         tuning = dense.choice(form, weight.shape[0], weight.shape[1], len(x), sm_count(x.device))
