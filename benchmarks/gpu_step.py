@@ -1,6 +1,6 @@
 """The layers of a decode step on one GPU, as a serving graph runs them, against the time to read weights and cache once.
 
-    python benchmarks/gpu_step.py [--shapes llama-3.1-8b] [--rows 1 32 256]
+    python benchmarks/gpu_step.py [--shapes llama-3.1-8b] [--rows 1 32 256] [--weights bf16 fp8 int4]
 
 A few layers of each shape with random weights, captured as one CUDA graph: products, norms, rotation, cache writes, attention. So
 it shows what launches and the small kernels between products cost, which `gpu_matmul.py` and `gpu_ops.py` cannot. Prints a table
@@ -10,6 +10,7 @@ and writes benchmarks/results/gpu_step.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -27,12 +28,19 @@ from octavo.models.assembly import Assembly
 from octavo.models.decoder import Decoder
 from octavo.models.registry import model_spec
 from octavo.ops.registry import Ops, load_ops
+from octavo.quantization.select import stored_format
 
 BLOCK = 16
 LAYERS = {"qwen3-0.6b": 28, "llama-3.1-8b": 6}
 """Enough weights to pass the L2 cache many times; the smaller model runs whole."""
 CONTEXTS = {1: 256, 8: 256, 32: 256, 64: 400, 128: 560, 256: 700, 512: 700}
 """Tokens that each of so many rows has behind it."""
+WEIGHTS: dict[str, dict[str, object] | None] = {
+    "bf16": None,
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+"""How the layers' weights are stored: `quantization_config` of a checkpoint."""
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 
@@ -40,12 +48,14 @@ DTYPE = torch.bfloat16
 class Layers:
     """The first layers of a shape, with a cache for the widest step."""
 
-    def __init__(self, shape: str, rows: list[int], ops: Ops) -> None:
+    def __init__(self, shape: str, rows: list[int], ops: Ops, weights: str = "bf16") -> None:
         config = {**SHAPES[shape], "num_hidden_layers": LAYERS[shape]}
+        if WEIGHTS[weights] is not None:
+            config["quantization_config"] = WEIGHTS[weights]
         spec, family = model_spec(config)
         assembly = Assembly(spec, family.weights, ops, DTYPE, DEVICE)
         with torch.no_grad():
-            for _ in assembly.fill_dummy(0):
+            for _ in assembly.fill_dummy(0, stored_format(config, "config.json")):
                 pass
             self.weights = assembly.finish()
         self.spec, self.shape = spec, shape
@@ -81,19 +91,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=tuple(LAYERS), default=list(LAYERS))
     parser.add_argument("--rows", type=int, nargs="+", choices=tuple(CONTEXTS), default=list(CONTEXTS))
+    parser.add_argument("--weights", nargs="+", choices=tuple(WEIGHTS), default=["bf16"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_step.json"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This benchmark needs an NVIDIA GPU.")
     torch.manual_seed(0)
     results: list[dict[str, object]] = []
-    for shape in args.shapes:
-        layers = Layers(shape, args.rows, load_ops("cuda"))
+    for shape, weights in itertools.product(args.shapes, args.weights):
+        layers = Layers(shape, args.rows, load_ops("cuda"), weights)
         for rows in args.rows:
             us = graph_us([layers.forward(rows)]) / layers.spec.num_layers
             floor = layers.floor_us(rows)
-            results.append({"shape": shape, "rows": rows, "layer_us": round(us, 2), "floor_us": round(floor, 2)})
-            print(f"{shape:14} {rows:4} rows after {CONTEXTS[rows]:4} tokens: a layer {us:8.2f} us, floor {floor:8.2f}, x{us / floor:.2f}")
+            results.append({"shape": shape, "weights": weights, "rows": rows, "layer_us": round(us, 2), "floor_us": round(floor, 2)})
+            name = f"{shape} {weights}"
+            print(f"{name:18} {rows:4} rows after {CONTEXTS[rows]:4} tokens: a layer {us:8.2f} us, floor {floor:8.2f}, x{us / floor:.2f}")
         del layers
     args.out.parent.mkdir(parents=True, exist_ok=True)
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
