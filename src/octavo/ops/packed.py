@@ -208,6 +208,8 @@ class Panels:
     rows: int
     data: torch.Tensor
     """[bytes] uint8"""
+    finite: bool = True
+    """False: a number, or a scale of numbers, is NaN or infinite."""
 
 
 @dataclass(frozen=True)

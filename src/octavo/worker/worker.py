@@ -28,7 +28,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheKind, CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.diagnosis import Diagnosis
+from octavo.worker.diagnosis import Circumstances, Diagnosis
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
@@ -124,14 +124,14 @@ class Worker:
             divisible=config.parallel.world == 1,
             calibration=self._calibration,
         )
-        self._diagnosis = Diagnosis(self._model, self._tables, self._state)
+        self._diagnosis = Diagnosis(self._model, self._tables, self._state, Circumstances.of(config))
         with self._phase("warm-up"):
             for plan in first_steps(config):
-                settle(self._runner.launch(plan), config.model.dtype)
+                settle(self._runner.launch(plan))
             if (calibration := self._calibration) is not None:
                 with calibration.rehearsing():
                     for plan in first_steps(config):
-                        settle(self._runner.launch(plan), config.model.dtype)
+                        settle(self._runner.launch(plan))
             self._state.leave(all_slots(config))
         self._report = self._make_report(size, budget)
         if self._device.type == "cuda":
@@ -167,9 +167,9 @@ class Worker:
 
     def collect(self) -> StepResult:
         """The result of the oldest step not collected yet; waits for it."""
-        result = settle(self._launched.popleft(), self._config.model.dtype)
-        if result.errors and (where := self._diagnosis.explain(list(result.errors))):
-            result.errors = {slot: message + where for slot, message in result.errors.items()}
+        result = settle(self._launched.popleft())
+        if result.errors:
+            result.errors = self._diagnosis.explain(list(result.errors))
         return result
 
     def preparation_due(self, *, idle: bool) -> bool:
@@ -322,7 +322,7 @@ class Worker:
         attention = self._make_attention(PROFILE_BLOCKS, PROFILE_BLOCKS)
         self._compile_ahead(attention)
         torch.cuda.reset_peak_memory_stats(self._device)
-        settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
+        settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)))
         peak = torch.cuda.max_memory_allocated(self._device)
         graphs = self._measure_graphs(attention)
         del attention

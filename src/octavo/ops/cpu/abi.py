@@ -19,7 +19,6 @@ from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 4
 LAYOUT: Final = 1
 """Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
@@ -166,7 +165,7 @@ _SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
     "octavo_engine_new": (c_void_p, [c_int32]),
     "octavo_engine_free": (None, [c_void_p]),
     "octavo_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-    "octavo_pack": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "octavo_pack": (c_int32, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "octavo_linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
     "octavo_embedding": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "octavo_rms_norm": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64]),
@@ -193,7 +192,7 @@ def library() -> ctypes.CDLL | None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
-    return found if found.octavo_abi() == ABI else None
+    return found
 
 
 def loaded() -> ctypes.CDLL:

@@ -36,7 +36,7 @@ def pack_rows(rows: EncodedRows, place: npt.NDArray[np.uint8] | None = None) -> 
     else:
         packed = torch.from_numpy(place)
     order = None if rows.order is None else np.ascontiguousarray(rows.order, np.int64)
-    library.octavo_pack(
+    finite = library.octavo_pack(
         source,
         rows.data.ctypes.data_as(ctypes.c_void_p),
         rows.data.shape[1],
@@ -45,7 +45,7 @@ def pack_rows(rows: EncodedRows, place: npt.NDArray[np.uint8] | None = None) -> 
         columns,
         packed.data_ptr(),
     )
-    return Panels(kind, count, packed)
+    return Panels(kind, count, packed, bool(finite))
 
 
 def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, *, activations: CpuActivations) -> torch.Tensor:
