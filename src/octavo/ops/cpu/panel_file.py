@@ -191,7 +191,7 @@ def _read(path: Path) -> tuple[Any, list[_Entry]] | None:
     """The bytes of the file and what is in it; None where there is none that can be used."""
     try:
         with path.open("rb") as file:
-            head = json.loads(file.read(HEADER_BYTES).removeprefix(MAGIC).rstrip(b"\0"))
+            head = _header(file.read(HEADER_BYTES))
         if not HEADER_BYTES <= head["index"] <= head["size"]:
             raise ValueError("its header is damaged")
         memory = hold(str(path), head["size"]).array()
@@ -209,6 +209,15 @@ def _read(path: Path) -> tuple[Any, list[_Entry]] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("Packed weights in %s are not used, and packed anew: %s.", path, error)
         return None
+
+
+def _header(line: bytes) -> dict[str, Any]:
+    """What the first bytes of a file say of it."""
+    try:
+        head: dict[str, Any] = json.loads(line.removeprefix(MAGIC).rstrip(b"\0"))
+    except ValueError:
+        raise ValueError("its header is damaged") from None
+    return head
 
 
 def _checksums(memory: npt.NDArray[np.uint8], entries: Sequence[_Entry]) -> list[int]:
@@ -280,7 +289,7 @@ def _tidy(folder: Path) -> None:
                 with path.open("rb") as file:
                     line = file.read(HEADER_BYTES)
                 try:
-                    source = Source(**json.loads(line.removeprefix(MAGIC).rstrip(b"\0"))["source"])
+                    source = Source(**_header(line)["source"])
                     current = source.is_current() and source.name == path.name
                 except (ValueError, KeyError, TypeError):
                     current = False
