@@ -23,12 +23,13 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.rope import FrequencyDivisors, LongRopeScaling, RopeScaling
 from octavo.models.assembly import Assembly
-from octavo.models.compiled import build_decoder, compilable
+from octavo.models.compiled import build_decoder
 from octavo.models.decoder import Model, Weights
 from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
 from octavo.models.gguf_names import gguf_targets
 from octavo.models.hf_config import HfConfig
+from octavo.models.program import compilable
 from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.sharding import Division, Shard, shard_spec
 from octavo.models.spec import ModelSpec

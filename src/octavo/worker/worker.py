@@ -224,11 +224,11 @@ class Worker:
         if not isinstance(self._model, CompiledDecoder):
             return None
         from octavo.attention.native_cpu import NativeCpuAttention
-        from octavo.worker.native_steps import NativeSteps
+        from octavo.worker.native_steps import NativeSteps, steps_of
 
         if not isinstance(attention, NativeCpuAttention):
             return None
-        return NativeSteps(self._model, attention, self._tables, self._state)
+        return NativeSteps(steps_of(self._model, attention, self._tables, self._state), self._tables, self._state)
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""

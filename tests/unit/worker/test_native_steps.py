@@ -20,7 +20,7 @@ from octavo.protocol.params import OutputConstraint, SamplingParams
 from octavo.protocol.step import StepPlan, TokenMasks
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.native_steps import NativeSteps
+from octavo.worker.native_steps import NativeSteps, steps_of
 from octavo.worker.runner import Runner, settle
 from octavo.worker.slots import SlotTables
 from tests.support.engine_configs import engine_config
@@ -75,7 +75,7 @@ def runner_of(model: Model, *, native: bool, whole: bool) -> tuple[Runner, Count
     assert isinstance(model, CompiledDecoder)
     cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device)
     sampler = Sampler(state, tables.tokens, draw=model.draw)
-    steps = Counting(NativeSteps(model, cache, tables, state)) if whole else None
+    steps = Counting(NativeSteps(steps_of(model, cache, tables, state), tables, state)) if whole else None
     return Runner(model, cache, tables, state, sampler, native=steps), steps  # type: ignore[arg-type]
 
 
@@ -204,7 +204,7 @@ def test_layers_that_slide_have_tables_of_their_own_in_whole_steps(whole: bool) 
         tables, state = SlotTables(SLOTS, LENGTH, BLOCK, device, two_kinds=two_kinds), SamplerState(SLOTS, device)
         second = SlidingBlocks(frozenset({0, 2}), 1 + 2 * RING) if two_kinds else None
         cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device, sliding=second)
-        steps = NativeSteps(model, cache, tables, state) if whole else None
+        steps = NativeSteps(steps_of(model, cache, tables, state), tables, state) if whole else None
         runner = Runner(model, cache, tables, state, Sampler(state, tables.tokens, draw=model.draw), native=steps)
         tokens.append(long_requests(runner, two_kinds=two_kinds))
     assert tokens[0] == tokens[1]

@@ -9,7 +9,6 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any, Final, TypeVar
 
 import numpy as np
-import torch
 
 from octavo.config.device import native_kernels_path
 from octavo.config.types import CpuActivations
@@ -218,9 +217,9 @@ class Engine:
             self.handle = 0
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of a tensor's first element; null for None."""
-    return None if tensor is None else tensor.data_ptr()
+def pointer(array: np.ndarray[Any, np.dtype[Any]] | None) -> int | None:
+    """The address of an array's first element; null for None."""
+    return None if array is None else address(array)
 
 
 def address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
@@ -229,10 +228,10 @@ def address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
     return found
 
 
-def describe_linear(weight: PanelWeight, bias: torch.Tensor | None = None) -> Linear:
-    """The C view of a weight. Points into its tensors: keep them."""
+def describe_linear(weight: PanelWeight, bias: np.ndarray[Any, np.dtype[np.float32]] | None = None) -> Linear:
+    """The C view of a weight. Points into its arrays: keep them."""
     segments = (Segment * len(weight.segments))(
-        *(Segment(KINDS[segment.kind], segment.rows, segment.data.data_ptr()) for segment in weight.segments)
+        *(Segment(KINDS[segment.kind], segment.rows, address(segment.data)) for segment in weight.segments)
     )
     return Linear(segments, pointer(bias), len(weight.segments), weight.out_features, weight.in_features, 0)
 

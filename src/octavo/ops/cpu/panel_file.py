@@ -16,7 +16,6 @@ import os
 import shutil
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from octavo.config.device import usable_cores
 from octavo.ops.cpu.abi import LAYOUT
@@ -120,7 +118,7 @@ class PanelFile:
             if self._next < len(self.entries) and self.entries[self._next].rows == asked:
                 entry = self.entries[self._next]
                 self._next += 1
-                return Panels(entry.kind, entry.count, self._tensor(entry.offset, entry.nbytes))  # type: ignore[arg-type]
+                return Panels(entry.kind, entry.count, self.memory[entry.offset : entry.offset + entry.nbytes])  # type: ignore[arg-type]
             self._missed = True
         nbytes = self.packed_bytes(rows)
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -131,11 +129,6 @@ class PanelFile:
         self._sound = self._sound and panels.finite
         self.entries.append(_Entry(asked, panels.kind, panels.rows, start, nbytes))
         return panels
-
-    def _tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of memory that cannot be written, which is the point
-            return torch.from_numpy(self.memory[offset : offset + nbytes])
 
 
 @contextlib.contextmanager
