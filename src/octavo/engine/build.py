@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.loop import EngineCore
     from octavo.core.pooling import PoolingCore
     from octavo.executor.base import Executor
+    from octavo.executor.inline import Rank
     from octavo.parallel.distributed import Meeting
     from octavo.parallel.group import Ranks
     from octavo.protocol.ranks import RankBoot
@@ -78,14 +79,23 @@ def build_engine(
     elif config.parallel.world > 1:
         executor = _ranks(config, progress, lost, defer)
     else:
-        from octavo.worker.worker import Worker
-
-        executor = InlineExecutor(lambda: Worker(config, progress, defer_graphs=defer))
+        executor = InlineExecutor(lambda: _one_rank(config, progress, defer))
     try:
         return EngineCore(config, executor), executor.ready_report
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _one_rank(config: EngineConfig, progress: Progress, defer: bool) -> Rank:
+    """The worker of a model on one device: where that can be, one that does without torch."""
+    from octavo.worker.compiled_worker import compiled_worker
+
+    if (compiled := compiled_worker(config, progress)) is not None:
+        return compiled
+    from octavo.worker.worker import Worker
+
+    return Worker(config, progress, defer_graphs=defer)
 
 
 def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) -> Executor:
