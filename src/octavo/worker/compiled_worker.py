@@ -7,11 +7,14 @@ over the same tables and the same cache, which takes all steps from then on: who
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +27,7 @@ from octavo.ops.cpu import decoder_kernels
 from octavo.ops.cpu.cpu_program import CpuProgram
 from octavo.ops.cpu.steps import SlotMemory
 from octavo.protocol.engine import EngineReady, Phase
+from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import CacheShape, StepPlan, StepResult
 from octavo.sampling.state import SamplerState
 from octavo.worker.host_tables import HostTables
@@ -56,6 +60,14 @@ def compiled_worker(config: EngineConfig, progress: Callable[[str, int, int], No
     return CompiledWorker(config, loaded, time.perf_counter() - began)
 
 
+def _import_tensors(done: Future[None]) -> None:
+    try:
+        importlib.import_module("octavo.worker.tensor_steps")
+    except Exception:
+        logger.exception("torch cannot be loaded: requests that want logprobs, penalties or biases fail.")
+    done.set_result(None)  # the request's first step says what is wrong
+
+
 class CompiledWorker:
     """Implements what an executor needs of a rank.
 
@@ -69,6 +81,7 @@ class CompiledWorker:
         self._phases = [Phase("load", seconds)]
         self._results: deque[StepResult] = deque()
         self._tensors: TensorSteps | None = None
+        self._importing: Future[None] | None = None
         spec, scheduler, block_size = loaded.spec, config.scheduler, config.cache.block_size
         weights = sum(loaded.kinds.values())
         self._compiled = CpuProgram(loaded.program, threads=config.device.threads, activations=config.device.activations)
@@ -119,6 +132,15 @@ class CompiledWorker:
         """A request has wanted more than compiled code does."""
         return self._tensors is not None
 
+    def getting_ready(self, sampling: SamplingParams) -> Future[Any] | None:
+        """What a request has to wait for, while the others go on; None: nothing. The first that wants more waits for torch's import."""
+        if self._tensors is not None or NativeSteps.serves(sampling):
+            return None
+        if self._importing is None:
+            self._importing = Future()
+            threading.Thread(target=_import_tensors, args=(self._importing,), name="import torch", daemon=True).start()
+        return None if self._importing.done() else self._importing
+
     def submit(self, plan: StepPlan) -> None:
         """Run a step: it has run when this returns.
 
@@ -164,11 +186,10 @@ class CompiledWorker:
 
     def _use_tensors(self) -> TensorSteps:
         if self._tensors is None:
-            began = time.perf_counter()
             from octavo.worker.tensor_steps import TensorSteps
 
             self._tensors = TensorSteps(self._config, self._loaded, self._compiled, self._memory, self._tables, self._state)
-            logger.info("A request wants more than the compiled kernels do: torch was loaded for it (%.1f s).", time.perf_counter() - began)
+            logger.info("A request wants more than the compiled kernels do: torch was loaded for it.")
         return self._tensors
 
     @contextlib.contextmanager
