@@ -1,4 +1,4 @@
-"""A model whose numbers are none: the request ends with an error that names the layer, and the engine goes on."""
+"""A model whose numbers are none: refused while it loads, or each request ends with an error that names the layer, and the engine goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
+from octavo.checkpoint.bundled import packed_dir
 from octavo.errors import CheckpointError
+from octavo.ops.cpu import panel_file
 from tests.models.test_gguf_packed import packed_and_plain
 from tests.support.tiny_models import save_tiny
 
@@ -36,7 +38,10 @@ def test_the_layer_is_named(name: str, kernels: str, tmp_path: Path) -> None:
         for _ in range(2):
             outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
             assert outputs[0].outputs[0].finish_reason == "error"
-            assert CASES[name] in (outputs[0].outputs[0].error or "")
+            error = outputs[0].outputs[0].error or ""
+            assert CASES[name] in error
+            assert f"The weights in {tmp_path} may be damaged" in error
+            assert "logit_bias" not in error and "float32" not in error, "what the request did not ask for, and what is the case already"
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
@@ -48,7 +53,7 @@ def test_scales_of_a_gguf_file(kind: str, kernels: str, tmp_path: Path) -> None:
     data[place : place + 2] = np.float16("nan").tobytes()
     packed.write_bytes(data)
     settings = {"device": "cpu", "cpu_kernels": kernels, "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
-    if (kind, kernels) == ("Q6_K", "native"):  # these kernels take it as codes and scales, which are looked at on the way
+    if kernels == "native":  # scales are looked at on the way into panels
         with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight holds scales that are NaN or infinite"):
             LLM(str(packed), **settings)
         return
@@ -56,3 +61,21 @@ def test_scales_of_a_gguf_file(kind: str, kernels: str, tmp_path: Path) -> None:
         outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "in layer 1, behind its attention" in (outputs[0].outputs[0].error or "")
+
+
+def test_a_refused_model_leaves_no_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_file, "MIN_BYTES", 1)
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path / "home"))
+    sound, _ = packed_and_plain(tmp_path, lambda _: "Q8_0")
+    settings = {"device": "cpu", "cpu_kernels": "native", "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
+    with LLM(str(sound), **settings):
+        pass
+    (kept,) = packed_dir().iterdir()
+    (found,) = (t for t in gguf.GGUFReader(sound).tensors if t.name == "blk.1.ffn_up.weight")
+    data = bytearray(sound.read_bytes())
+    data[int(found.data_offset) : int(found.data_offset) + 2] = np.float16("inf").tobytes()
+    sound.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight holds scales that are NaN or infinite"):
+        LLM(str(sound), **settings)
+    assert list(packed_dir().iterdir()) == [], "nor those of the file that was there before"
+    assert kept.suffix == panel_file.SUFFIX

@@ -17,7 +17,8 @@ from octavo.config.types import EngineConfig
 from octavo.ops.registry import load_ops
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import StepResult
-from octavo.sampling.random import row_keys, uniforms
+from octavo.sampling.keys import row_keys
+from octavo.sampling.random import uniforms
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.worker import Worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def outcome(path: Path) -> str:
 
 @pytest.mark.parametrize("part", ["header", "weights"])
 def test_flipped_bits(sound: Path, tmp_path: Path, part: str) -> None:
-    """In the header most are noticed; in weights they change numbers, at worst to ones that are none, which the sampler reports."""
+    """In the header most are noticed; in weights they change numbers, at worst to ones that are none, which is refused."""
     whole, parsed = sound.read_bytes(), read_gguf(str(sound))
     random, seen = np.random.default_rng(7), set()
     begin, end = (0, parsed.data_offset) if part == "header" else (parsed.data_offset, len(whole))
@@ -61,15 +62,22 @@ def test_flipped_bits(sound: Path, tmp_path: Path, part: str) -> None:
     if part == "header":
         assert "refused" in seen
     else:
-        assert "finite" in seen and "refused" not in seen
+        assert "finite" in seen and "not finite" not in seen
 
 
-def test_weights_that_are_all_ones(sound: Path, tmp_path: Path) -> None:
-    """Scales become NaN everywhere: the forward pass ends, and its logits say so."""
+def test_scales_that_are_no_numbers(sound: Path, tmp_path: Path) -> None:
+    """They are refused with the tensor's name, wherever they are."""
     whole, parsed = bytearray(sound.read_bytes()), read_gguf(str(sound))
     whole[parsed.data_offset :] = b"\xff" * (len(whole) - parsed.data_offset)
     (tmp_path / "bad.gguf").write_bytes(whole)
-    assert outcome(tmp_path / "bad.gguf") == "not finite"
+    assert outcome(tmp_path / "bad.gguf") == "refused"
+    whole = bytearray(sound.read_bytes())
+    last = max((t for t in parsed.tensors.values() if len(t.shape) == 2), key=lambda t: t.offset)
+    place = last.offset + last.nbytes - 20  # its last block, which begins with the scale
+    whole[place : place + 2] = np.float16("nan").tobytes()
+    (tmp_path / "bad.gguf").write_bytes(whole)
+    with pytest.raises(OctavoError, match=rf"tensor {re.escape(last.name)} holds scales"):
+        load_gguf(tmp_path / "bad.gguf", ops="native", activations="int16")
 
 
 def test_truncations(sound: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from octavo.models.compiled import compilable
+from octavo.models.program import compilable
 from octavo.models.registry import model_spec
 from tests.models.contiguous import ContiguousAttend, greedy, load, run
 from tests.support.tiny_models import save_tiny

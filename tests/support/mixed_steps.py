@@ -20,7 +20,7 @@ def play(runner: Runner) -> list[dict[int, int]]:
     plans, results = Plans(), list[StepResult]()
 
     def step(rows: list[Row], **more: Any) -> None:
-        results.append(settle(runner.launch(plans(rows, **more)), "float16"))
+        results.append(settle(runner.launch(plans(rows, **more))))
 
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=None),

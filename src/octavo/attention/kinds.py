@@ -7,10 +7,12 @@ kind (`StepBatch.of_kind`), in which blocks are numbered within the kind.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from octavo.attention.base import LayerSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

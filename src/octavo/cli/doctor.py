@@ -75,6 +75,7 @@ def examine(port: int) -> list[Check]:
         ("torch", check_torch),
         ("GPU", check_gpu),
         ("Cores", check_cores),
+        ("CPU kernels", check_cpu_kernels),
         ("Memory", check_memory),
         ("Model cache", check_model_cache),
         ("Temporary files", check_temporary_files),
@@ -200,6 +201,22 @@ def check_cores() -> Check:
     if limits:
         return Check("Cores", "warn", found, f"{' and '.join(limits)} limit other libraries; Octavo itself uses --threads.")
     return Check("Cores", "ok", found)
+
+
+def check_cpu_kernels() -> Check:
+    from octavo.config.device import native_kernels_level, native_kernels_problem
+
+    level = native_kernels_level()
+    if level is None:
+        advice = (
+            "Models on a CPU run on torch's kernels, which are several times slower: install a C++ compiler (g++ or clang), then reinstall "
+            "Octavo (pip install --force-reinstall --no-deps --no-cache-dir, and what it was installed with)."
+        )
+        return Check("CPU kernels", "warn", f"missing: {native_kernels_problem()}", advice)
+    found = f"compiled, running at {level.name} ({level.why})"
+    if not level.best:
+        return Check("CPU kernels", "warn", found, "Reinstall Octavo with a newer C++ compiler.")
+    return Check("CPU kernels", "ok", found)
 
 
 def check_memory() -> Check:

@@ -176,8 +176,11 @@ class EngineArgs:
     )
     cpu_activations: str = setting(
         "int8",
-        "What the native kernels multiply 4- and 8-bit weights with: activations rounded to int8 in groups of 32 (as 8-bit weights "
-        "are; a tenth of the error of 4-bit ones), to int16 (as good as exact, slower in batches), or float32 as computed.",
+        "What the native kernels multiply 4- and 8-bit weights with. int8, the default, is fastest, and accurate enough for chat (perplexity "
+        "within 0.1%), but the error, a tenth of that of 4-bit weights themselves, decides where two tokens are nearly equally likely: most "
+        "greedy texts take another wording somewhere (6 of 20 were the same over 60 tokens). int16 gives the texts of exact float32 "
+        "activations (20 of 20); it costs nothing noticeable for one request, and a quarter to a half more time in batches and prompts. "
+        "Choose int16 where replies are compared, scored or must be repeated elsewhere. float32 only checks the others.",
         group="execution",
         choices=("int8", "int16", "float32"),
     )

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
 _MOST_THREADS = 1024
+NATIVE_ABI = 5
+"""Of the compiled CPU kernels that this code calls."""
 
 
 def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
@@ -40,7 +42,16 @@ def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
         raise ConfigError(f"device {kind!r} is not known. Choose auto, cpu or cuda.")
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         raise ConfigError(f"threads must be from 1 to {_MOST_THREADS}, got {threads}. This process may use {usable_cores()} cores.")
-    cores = threads or usable_cores()
+    usable = usable_cores()
+    cores = threads or usable
+    if cores > usable:
+        logger.warning(
+            "--threads %d, but this process may use %d cores: threads that share a core wait for each other. Leave --threads out, or give "
+            "at most %d.",
+            cores,
+            usable,
+            usable,
+        )
     if kind == "cpu":
         return _cpu(cores)
     found = _cuda(cores)
@@ -61,15 +72,71 @@ def usable_cores() -> int:
 
 
 def native_kernels_path() -> str | None:
-    """The library of compiled CPU kernels, if it was built and can be loaded."""
-    folder = Path(__file__).parents[1] / "ops" / "cpu"
-    for path in sorted(folder.glob("_native*.so")):
-        try:
-            ctypes.CDLL(str(path))
-        except OSError:
-            continue
-        return str(path)
-    return None
+    """The library of compiled CPU kernels, if it was built for this code and can be loaded."""
+    return next((str(path) for path in _native_files() if _native_problem(path) is None), None)
+
+
+def native_kernels_problem() -> str:
+    """Why there are no compiled CPU kernels, where there are none."""
+    problems = {path: problem for path in _native_files() if (problem := _native_problem(path)) is not None}
+    found = "; ".join(f"{path} {problem}" for path, problem in problems.items())
+    return found or "they were not built (was there no C++ compiler when Octavo was installed?)"
+
+
+_LEVELS = ("portable", "AVX2", "AVX-512 VNNI", "NEON dot product")
+"""What the compiled CPU kernels may run at, by their number for it."""
+_FLAGS = {"AVX2": {"avx2", "fma", "f16c"}, "AVX-512 VNNI": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}}
+"""What the system calls the instructions that a level of theirs needs."""
+
+
+@dataclass(frozen=True)
+class NativeLevel:
+    """The instructions that the compiled CPU kernels use here."""
+
+    name: str
+    why: str
+    """Why these and no better ones."""
+    best: bool
+    """No better ones would be used on this processor."""
+
+
+def native_kernels_level() -> NativeLevel | None:
+    """What the compiled CPU kernels run at; None where there are none."""
+    if (path := native_kernels_path()) is None:
+        return None
+    name = _LEVELS[ctypes.CDLL(path).octavo_level()]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        best = name != "portable"
+        return NativeLevel(name, "the best there are for it" if best else "this processor has no dot product instructions", True)
+    able = [level for level, flags in _FLAGS.items() if flags <= _cpu_flags()]
+    if able and name != able[-1]:
+        return NativeLevel(name, f"this processor has {able[-1]}, but the compiler that built the kernels knew none of it", False)
+    if name == "AVX-512 VNNI":
+        return NativeLevel(name, "the best there are for it", True)
+    missing = sorted(_FLAGS["AVX-512 VNNI" if name == "AVX2" else "AVX2"] - _cpu_flags())
+    return NativeLevel(name, f"this processor, or the virtual machine, lacks {', '.join(missing)}", True)
+
+
+def _cpu_flags() -> set[str]:
+    """The instructions that the system says there are."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.partition(":")[2].split())
+    return set()
+
+
+def _native_files() -> list[Path]:
+    return sorted((Path(__file__).parents[1] / "ops" / "cpu").glob("_native*.so"))
+
+
+def _native_problem(path: Path) -> str | None:
+    """Why a library of compiled CPU kernels cannot be used."""
+    try:
+        abi = ctypes.CDLL(str(path)).octavo_abi()
+    except (OSError, AttributeError) as error:
+        return f"cannot be loaded ({error})"
+    return None if abi == NATIVE_ABI else f"was built for another version of Octavo (interface {abi}, wanted {NATIVE_ABI})"
 
 
 def host_memory() -> tuple[int, int]:

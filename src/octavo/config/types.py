@@ -12,8 +12,7 @@ AttentionName = Literal["auto", "triton", "flashinfer", "torch"]
 
 
 CpuActivations = Literal["float32", "int16", "int8"]
-"""What compiled CPU kernels multiply packed weights with: as computed, or rounded with a scale for each 32 numbers; int8 is for 4-bit
-weights, 8-bit ones then take int16."""
+"""What compiled CPU kernels multiply 4- and 8-bit weights with: as computed, or rounded with a scale for each 32 numbers."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,17 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -83,46 +90,47 @@ class RopeSpec:
     scaling: RopeScaling | None = None
 
 
-def inverse_frequencies(spec: RopeSpec, max_length: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(spec: RopeSpec, max_length: int) -> tuple[Float32, float]:
     """Radians a position for each rotated pair, and the factor on cos and sin.
 
     Args:
         max_length: the longest sequence served.
 
     Returns:
-        ([rotary_dim / 2] float32, attention factor)
+        ([rotary_dim / 2], attention factor)
     """
-    dim, theta = spec.rotary_dim, spec.theta
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    plain = 1.0 / theta**exponents
+    dim, theta = spec.rotary_dim, np.float32(spec.theta)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    plain: Float32 = (1.0 / theta**exponents).astype(np.float32)
     match spec.scaling:
         case None:
             return plain, 1.0
         case LinearScaling(factor):
-            return plain / factor, 1.0
+            return (plain / factor).astype(np.float32), 1.0
         case DynamicNtkScaling(factor, original):
             length = max(max_length, original)
-            base = theta * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
-            return 1.0 / base**exponents, 1.0
+            base: float = spec.theta * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
+            return (1.0 / np.float32(base) ** exponents).astype(np.float32), 1.0
         case Llama3Scaling():
             return _llama3(plain, spec.scaling), 1.0
         case YarnScaling():
-            return _yarn(plain, theta, dim, spec.scaling), spec.scaling.attention_factor
+            return _yarn(plain, spec.theta, dim, spec.scaling), spec.scaling.attention_factor
         case LongRopeScaling(short, long, original, attention_factor):
-            divisors = torch.tensor(long if max_length > original else short, dtype=torch.float32)
-            return 1.0 / (divisors * theta**exponents), attention_factor
-        case FrequencyDivisors(divisors):
-            return plain / torch.tensor(divisors, dtype=torch.float32), 1.0
+            divisors = np.asarray(long if max_length > original else short, np.float32)
+            return (1.0 / (divisors * theta**exponents)).astype(np.float32), attention_factor
+        case FrequencyDivisors(given):
+            return (plain / np.asarray(given, np.float32)).astype(np.float32), 1.0
 
 
-def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+def _llama3(plain: Float32, scaling: Llama3Scaling) -> Float32:
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((scaling.original_length / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth) * plain / scaling.factor + smooth * plain
+    smooth = ((scaling.original_length / wavelength - low) / (high - low)).clip(0.0, 1.0)
+    stretched: Float32 = ((1 - smooth) * plain / scaling.factor + smooth * plain).astype(np.float32)
+    return stretched
 
 
-def _yarn(plain: torch.Tensor, theta: float, dim: int, scaling: YarnScaling) -> torch.Tensor:
+def _yarn(plain: Float32, theta: float, dim: int, scaling: YarnScaling) -> Float32:
     def dimension_of(rotations: float) -> float:
         """The (fractional) dimension that turns `rotations` times over the original context."""
         return dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -131,37 +139,46 @@ def _yarn(plain: torch.Tensor, theta: float, dim: int, scaling: YarnScaling) -> 
     if scaling.truncate:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - start) / (end - start or 0.001)
-    interpolated = ramp.clamp(0.0, 1.0)
-    return plain / scaling.factor * interpolated + plain * (1 - interpolated)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - start) / (end - start or 0.001)
+    interpolated = ramp.clip(0.0, 1.0)
+    blended: Float32 = (plain / scaling.factor * interpolated + plain * (1 - interpolated)).astype(np.float32)
+    return blended
 
 
-def cos_sin_table(spec: RopeSpec, max_length: int, device: torch.device) -> torch.Tensor:
+def rotation_table(spec: RopeSpec, max_length: int) -> Float32:
     """Cosines and sines of every position.
 
     Returns:
-        [max_length, rotary_dim] float32: cosines, then sines.
+        [max_length, rotary_dim]: cosines, then sines.
 
     Raises:
         ConfigError: there is no memory for so many positions.
     """
     frequencies, attention_factor = inverse_frequencies(spec, max_length)
     try:
-        angles = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies
-        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(device)
-    except (RuntimeError, MemoryError) as e:
+        angles = np.arange(max_length, dtype=np.float32)[:, None] * frequencies
+        return np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * np.float32(attention_factor)
+    except (ValueError, MemoryError) as e:  # numpy's word for more than there are addresses
         raise ConfigError(f"max_model_len={max_length}: no memory for a table of so many positions. Set --max-model-len lower.") from e
 
 
-def no_rotation(rotary_dim: int, max_length: int, device: torch.device) -> torch.Tensor:
+def unrotated_table(rotary_dim: int, max_length: int) -> Float32:
     """The table of a layer that does not rotate: angles of zero, so that it takes the same kernels.
 
     Returns:
-        [max_length, rotary_dim] float32: ones, then zeros.
+        [max_length, rotary_dim]: ones, then zeros.
     """
-    table = torch.zeros(max_length, rotary_dim, device=device)
+    table = np.zeros((max_length, rotary_dim), np.float32)
     table[:, : rotary_dim // 2] = 1.0
     return table
+
+
+def cos_sin_table(spec: RopeSpec | None, rotary_dim: int, max_length: int, device: torch.device) -> torch.Tensor:
+    """`rotation_table` on a device; of None, `unrotated_table`."""
+    import torch
+
+    table = unrotated_table(rotary_dim, max_length) if spec is None else rotation_table(spec, max_length)
+    return torch.from_numpy(table).to(device)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import Attend
+from octavo.attention.base import Attend, KvScales
 from octavo.config.types import CpuActivations
-from octavo.layers.rope import cos_sin_table, no_rotation
 from octavo.models.decoder import Decoder, Model, Weights
+from octavo.models.program import describe
 from octavo.models.sharding import WHOLE_MODEL, Shard
 from octavo.models.spec import ModelSpec
-from octavo.ops.program import DecoderKernels, DecoderProgram, LayerProgram
+from octavo.ops.program import CompiledDecoder as Compiled
 from octavo.ops.registry import Draw, Ops
 from octavo.parallel.group import ALONE, TensorGroup
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
@@ -43,7 +44,10 @@ def build_decoder(
     """
     if ops.decoder is None:
         return Decoder(spec, weights, ops, max_length=max_length, group=group, pipeline=pipeline, shard=shard)
-    return CompiledDecoder(spec, weights, ops.decoder, max_length=max_length, threads=threads, activations=activations)
+    arrays = {name: tensor.numpy() for name, tensor in weights.tensors.items()}
+    program = describe(spec, arrays, weights.panels, max_length)
+    compiled = ops.decoder.compile(program, threads=threads, activations=activations)
+    return CompiledDecoder(spec, compiled, weights.kinds, weights.kv_scales)
 
 
 class CompiledDecoder:
@@ -52,15 +56,17 @@ class CompiledDecoder:
     capturable = False
     makes_logits = True
 
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, kernels: DecoderKernels, *, max_length: int, threads: int, activations: CpuActivations
-    ) -> None:
+    def __init__(self, spec: ModelSpec, compiled: Compiled, kinds: Mapping[str, int], kv_scales: Mapping[int, KvScales]) -> None:
+        """
+        Args:
+            kinds, kv_scales: see `Weights`.
+        """
         self.spec = spec
         self.layer_specs = spec.layer_specs
-        self.weights_bytes = weights.nbytes
-        self.weights_kinds = weights.kinds
-        self.kv_scales = weights.kv_scales
-        self._compiled = kernels.compile(describe(spec, weights, max_length), threads=threads, activations=activations)
+        self.weights_bytes = sum(kinds.values())
+        self.weights_kinds = kinds
+        self.kv_scales = kv_scales
+        self._compiled = compiled
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
@@ -82,69 +88,3 @@ class CompiledDecoder:
     def steps(self, attention: NativeCpuAttention, memory: SlotMemory) -> CpuSteps:
         """Whole steps over the attention's KV cache."""
         return self._compiled.steps(attention.caches, memory)
-
-
-def compilable(spec: ModelSpec) -> bool:
-    """Whether a `DecoderProgram` can say all that the spec does."""
-    plain_norms = spec.norm == "rms" and spec.qk_norm_scope == "head"
-    plain_rope = {spec.rope.rotary_dim} >= {rope.rotary_dim for rope in spec.ropes if rope is not None} and not spec.learned_positions
-    return (
-        plain_norms
-        and plain_rope
-        and spec.moe is None
-        and spec.latent is None
-        and not spec.attention_sinks
-        and spec.mlp.gated
-        and not spec.parallel_blocks
-        and not spec.head_bias
-    )
-
-
-def describe(spec: ModelSpec, weights: Weights, max_length: int) -> DecoderProgram:
-    """The decoder as data."""
-    tensors, panels = weights.tensors, weights.panels
-    embed = panels["embed"]
-    device = torch.device("cpu")
-    tables = {
-        rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
-        for rope in dict.fromkeys(spec.ropes)
-    }
-    return DecoderProgram(
-        layers=tuple(_layer(i, weights, tables[rope]) for i, rope in enumerate(spec.ropes)),
-        embed=embed,
-        head=embed if spec.tied_embeddings else panels["head"],
-        final_norm=tensors["norm"],
-        hidden=spec.hidden_size,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        inner=spec.mlp.intermediate_size,
-        vocab=spec.vocab_size,
-        activation=spec.mlp.activation,
-        norm_eps=spec.norm_eps,
-        embedding_scale=spec.embedding_scale,
-        residual_multiplier=spec.residual_multiplier,
-        logit_scale=spec.logit_scale,
-        logit_soft_cap=spec.logit_soft_cap,
-    )
-
-
-def _layer(index: int, weights: Weights, cos_sin: torch.Tensor) -> LayerProgram:
-    tensors, panels, prefix = weights.tensors, weights.panels, f"layers.{index}."
-    return LayerProgram(
-        qkv=panels[prefix + "qkv.weight"],
-        out=panels[prefix + "attention_out.weight"],
-        gate_up=panels[prefix + "gate_up.weight"],
-        down=panels[prefix + "down.weight"],
-        qkv_bias=tensors.get(prefix + "qkv.bias"),
-        out_bias=tensors.get(prefix + "attention_out.bias"),
-        gate_up_bias=tensors.get(prefix + "gate_up.bias"),
-        down_bias=tensors.get(prefix + "down.bias"),
-        attention_norm=tensors.get(prefix + "attention_norm"),
-        attention_post_norm=tensors.get(prefix + "attention_post_norm"),
-        mlp_norm=tensors.get(prefix + "mlp_norm"),
-        mlp_post_norm=tensors.get(prefix + "mlp_post_norm"),
-        q_norm=tensors.get(prefix + "q_norm"),
-        k_norm=tensors.get(prefix + "k_norm"),
-        cos_sin=cos_sin,
-    )

@@ -15,7 +15,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import GatedMlp, Mlp, PlainMlp
 from octavo.layers.moe import ExactRouter, Moe
 from octavo.layers.norm import LayerNorm, Norm, RmsNorm
-from octavo.layers.rope import Rotation, cos_sin_table, no_rotation
+from octavo.layers.rope import Rotation, cos_sin_table
 from octavo.models.sharding import WHOLE_MODEL, Shard, shard_spec
 from octavo.models.spec import MlpSpec, ModelSpec, MoeSpec
 from octavo.ops.packed import ExpertsWeight, LinearWeight, PanelWeight
@@ -154,10 +154,7 @@ class Decoder:
         self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
         parts = _Parts(share, weights, ops, group, shard)
         self._layers = tuple(_layer(i, parts) for i in layers)
-        tables = {
-            rope: no_rotation(spec.rope.rotary_dim, max_length, device) if rope is None else cos_sin_table(rope, max_length, device)
-            for rope in dict.fromkeys(spec.ropes)
-        }
+        tables = {rope: cos_sin_table(rope, spec.rope.rotary_dim, max_length, device) for rope in dict.fromkeys(spec.ropes)}
         self._tables = list(tables.values())
         self._rope_of_layer = [list(tables).index(spec.ropes[i]) for i in layers]
 

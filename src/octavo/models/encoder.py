@@ -67,7 +67,7 @@ class Encoder:
         self._projection = linear("embed_projection") if spec.embedding_size != spec.hidden_size else None
         self._layers = tuple(layer(f"layers.{i}.") for i in range(spec.num_layers))
         self._norm = norm("norm")
-        self._tables = {rope: cos_sin_table(rope, max_length, self._embed.device) for rope in dict.fromkeys(spec.ropes)}
+        self._tables = {rope: cos_sin_table(rope, rope.rotary_dim, max_length, self._embed.device) for rope in dict.fromkeys(spec.ropes)}
         self._dense = linear("classifier.dense") if spec.labels else None
         self._dense_norm = norm("classifier.norm")
         self._out = linear("classifier.out") if spec.labels else None

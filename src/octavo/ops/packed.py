@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from octavo.ops.coded import Activations
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.ops.coded import Activations
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,10 @@ class Panels:
 
     kind: PanelKind
     rows: int
-    data: torch.Tensor
-    """[bytes] uint8"""
+    data: npt.NDArray[np.uint8]
+    """[bytes]"""
+    finite: bool = True
+    """False: a number, or a scale of numbers, is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ _PANEL_NAMES: Mapping[PanelKind, str] = {
 }
 
 
-def stored_as(weight: torch.Tensor | LinearWeight | ExpertsWeight | PanelWeight) -> dict[str, int]:
+def stored_as(weight: torch.Tensor | npt.NDArray[np.float32] | LinearWeight | ExpertsWeight | PanelWeight) -> dict[str, int]:
     """What a weight is stored as, in words, and in how many bytes."""
     match weight:
         case Int4Weight():
@@ -267,5 +271,5 @@ def added_up(kinds: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
+def _dtype_name(tensor: torch.Tensor | npt.NDArray[np.float32]) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -12,17 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from octavo.config.types import CpuActivations
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
 
 if TYPE_CHECKING:
+    import torch
+
     from octavo.ops.cpu.steps import CpuSteps, SlotMemory
     from octavo.ops.registry import Activation, Draw
 
-AttendLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim]: `attention.Attend`."""
+Float32 = npt.NDArray[np.float32]
+
+
+class AttendLayer(Protocol):
+    """`attention.Attend`, as far as layers need it."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, /) -> torch.Tensor:
+        """q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]"""
 
 
 @dataclass(frozen=True)
@@ -33,17 +42,17 @@ class LayerProgram:
     out: PanelWeight
     gate_up: PanelWeight
     down: PanelWeight
-    qkv_bias: torch.Tensor | None
-    out_bias: torch.Tensor | None
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
-    attention_norm: torch.Tensor | None
-    attention_post_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor | None
-    mlp_post_norm: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    cos_sin: torch.Tensor
+    qkv_bias: Float32 | None
+    out_bias: Float32 | None
+    gate_up_bias: Float32 | None
+    down_bias: Float32 | None
+    attention_norm: Float32 | None
+    attention_post_norm: Float32 | None
+    mlp_norm: Float32 | None
+    mlp_post_norm: Float32 | None
+    q_norm: Float32 | None
+    k_norm: Float32 | None
+    cos_sin: Float32
     """[longest sequence, rotary_dim] float32; as wide in every layer"""
 
 
@@ -54,7 +63,7 @@ class DecoderProgram:
     layers: tuple[LayerProgram, ...]
     embed: PanelWeight
     head: PanelWeight
-    final_norm: torch.Tensor
+    final_norm: Float32
     hidden: int
     heads: int
     kv_heads: int

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from octavo.errors import ConfigError
-from octavo.ops.coded import CodedRows
-from octavo.ops.packed import ExpertsWeight, LinearWeight
-from octavo.ops.program import DecoderKernels
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.ops.coded import CodedRows
+    from octavo.ops.packed import ExpertsWeight, LinearWeight
+    from octavo.ops.program import DecoderKernels
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
 """relu2 is max(x, 0) squared (So et al. 2021); the relu kinds come without a gate. swiglu_clamped is that of gpt-oss, for experts

@@ -3,8 +3,7 @@
 So the token at a position never depends on the batch, the slot, preemption, or a restart of the engine. Everything is integer
 arithmetic until the last step, hence bit-identical on CPU and GPU.
 
-* `row_keys` folds (seed, index, position) into 64 bits with the SplitMix64 finaliser (Steele, Lea & Flood 2014), a bijection of
-  each part. It runs on the host: the parts are known when the step is planned.
+* `keys.row_keys` folds (seed, index, position) into 64 bits. It runs on the host: the parts are known when the step is planned.
 * `uniforms` hashes (key, counter) to 32 bits with Wellons's triple32, the second half of the key mixed in between rounds.
 
 Tokens are drawn by Gumbel-max: the argmax of log p_i + g_i, g_i = -log(-log u_i), is distributed as p (Gumbel 1954). One number
@@ -14,8 +13,6 @@ group of 256 entries by the groups' total probabilities, then an entry within it
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 GROUP = 256
@@ -26,33 +23,11 @@ _MEMBER_COUNTER = 0x8000_0000
 """Counters from here on number the entries inside the drawn group; those below number the groups."""
 
 
-def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def row_keys(seeds: npt.NDArray[np.int64], indices: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """The key of each row's random numbers.
-
-    Args:
-        seeds, indices, positions: [rows] seed, sibling index, and position in the sequence of the token to draw.
-
-    Returns:
-        [rows, 2] int64, each a 32-bit number.
-    """
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    key = _mix64(seeds.view(np.uint64) + golden)
-    key = _mix64(key ^ (indices.astype(np.uint64) + np.uint64(1)) * golden)
-    key = _mix64(key ^ (positions.astype(np.uint64) + np.uint64(1)) * golden)
-    return np.stack([key & np.uint64(_MASK), key >> np.uint64(32)], axis=1).astype(np.int64)
-
-
 def uniforms(keys: torch.Tensor, first: int, count: int) -> torch.Tensor:
     """Numbers `first .. first + count - 1` of each row.
 
     Args:
-        keys: [rows, 2] int64 from `row_keys`.
+        keys: [rows, 2] int64 from `keys.row_keys`.
 
     Returns:
         [rows, count] float64, strictly between 0 and 1, in steps of 2**-32.
@@ -81,7 +56,7 @@ def categorical(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor,
 
     Args:
         logits: [rows, vocab] float32; -inf is never drawn.
-        keys: [rows, 2] int64 from `row_keys`.
+        keys: [rows, 2] int64 from `keys.row_keys`.
 
     Returns:
         tokens: [rows] int64.

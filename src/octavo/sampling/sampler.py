@@ -20,9 +20,10 @@ from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, TokenMasks
 from octavo.sampling import logprobs, masks
 from octavo.sampling.filters import filtered
+from octavo.sampling.keys import row_keys
 from octavo.sampling.logprobs import LogprobTensors
 from octavo.sampling.penalties import apply_penalties
-from octavo.sampling.random import categorical, row_keys
+from octavo.sampling.random import categorical
 from octavo.sampling.rows import argmax
 from octavo.sampling.state import Column, Feature, Int64, SamplerState, SlotRecord
 

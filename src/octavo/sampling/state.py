@@ -9,14 +9,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from octavo.ops.transfer import upload
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32, SlotInit
+
+if TYPE_CHECKING:
+    import torch
 
 Int64 = npt.NDArray[np.int64]
 
@@ -102,12 +104,22 @@ def record_of(init: SlotInit) -> SlotRecord:
 
 
 class SamplerState:
-    """Owns the sampler's tables of `num_slots` rows."""
+    """Owns the sampler's tables of `num_slots` rows.
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.device = device
-        self.numbers = torch.zeros(num_slots, len(Column), dtype=torch.float32, device=device)
-        """[slots, columns] on the device."""
+    Args:
+        device: where the numbers are. None: with the rest on the host, for compiled code, until `use_tensors`.
+    """
+
+    numbers: torch.Tensor
+    """[slots, columns] on the device."""
+    device: torch.device
+
+    def __init__(self, num_slots: int, device: torch.device | None) -> None:
+        self.host_numbers = np.zeros((num_slots, len(Column)), np.float32)
+        """[slots, columns]; where the device is the host, the same memory as `numbers`."""
+        self._on_host = True
+        if device is not None:
+            self.use_tensors(device)
         self.features = np.zeros(num_slots, np.int32)
         """[slots] `Feature` bits, on the host like all below."""
         self.seeds = np.zeros(num_slots, np.int64)
@@ -118,6 +130,16 @@ class SamplerState:
         self.prompt_lens = np.zeros(num_slots, np.int32)
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.records = [SlotRecord()] * num_slots
+
+    def use_tensors(self, device: torch.device) -> None:
+        """From here on, the numbers are also a tensor."""
+        import torch
+
+        self.device = device
+        self._on_host = device.type == "cpu"
+        self.numbers = torch.from_numpy(self.host_numbers)
+        if not self._on_host:
+            self.numbers = self.numbers.to(device)
 
     def enter(self, inits: Sequence[SlotInit]) -> None:
         """Requests take their slots. One transfer for all of them."""
@@ -145,6 +167,11 @@ class SamplerState:
             self.prompt_lens[slot] = init.num_prompt_tokens
             self.wants_prompt_logprobs[slot] = p.prompt_logprobs is not None
             self.records[slot] = record_of(init)
+        if self._on_host:
+            self.host_numbers[slots] = numbers
+            return
+        from octavo.ops.transfer import upload
+
         self.numbers.index_copy_(0, upload(slots, self.device), upload(numbers, self.device))
 
     def leave(self, slots: Int32) -> None:

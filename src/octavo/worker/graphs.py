@@ -28,7 +28,7 @@ from octavo.ops.registry import Draw, DrawRows
 from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
 from octavo.ops.triton.step_ring import publish, receive
 from octavo.protocol.step import Int32, StepPlan
-from octavo.sampling.random import row_keys
+from octavo.sampling.keys import row_keys
 from octavo.sampling.state import SamplerState
 from octavo.worker.graph_layout import HEADER, NUM_DIFFS, NUM_ROWS, NUM_SAMPLED, NUM_TOKENS, Columns, Layout
 from octavo.worker.slots import SlotTables

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from octavo.config.device import host_memory
 from octavo.config.sizes import format_bytes
@@ -17,7 +16,10 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.spec import ModelSpec
 from octavo.protocol.step import window_blocks
-from octavo.worker.slots import SlotTables
+from octavo.worker.table_shape import table_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_CACHE_BYTES = 4 * 2**30
 """Largest default cache on a CPU: other programs live there too. Pages are only taken as blocks are first used."""
@@ -179,7 +181,7 @@ def activation_bound(spec: ModelSpec, config: EngineConfig, itemsize: int) -> in
     per_token = 4 * spec.hidden_size + 2 * qkv + 3 * _widest_block(spec)
     gathered = 4 * length * max(layer.num_kv_heads * layer.head_dim for layer in spec.layer_specs)
     logits = 4 * 4 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * spec.vocab_size
-    tables = SlotTables.bytes_needed(scheduler.max_num_seqs, length, config.cache.block_size)
+    tables = table_bytes(scheduler.max_num_seqs, length, config.cache.block_size)
     return (scheduler.max_num_batched_tokens * per_token + gathered) * itemsize + logits + tables + LARGEST_TILES_BYTES
 
 
@@ -210,6 +212,8 @@ def measured_device(config: EngineConfig, device: torch.device) -> EngineConfig:
     """
     if device.type != "cuda":
         return config
+    import torch
+
     try:
         free, total = torch.cuda.mem_get_info(device)
     except torch.OutOfMemoryError:
@@ -230,6 +234,8 @@ class CudaMemory:
 
     @staticmethod
     def now(device: torch.device) -> CudaMemory:
+        import torch
+
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

@@ -5,29 +5,43 @@ The counterpart of `worker/graphs.py`: a step operation by operation costs more 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import numpy as np
 
-from octavo.attention.native_cpu import NativeCpuAttention
-from octavo.models.compiled import CompiledDecoder
-from octavo.ops.cpu.steps import SlotMemory
+from octavo.ops.cpu.steps import CpuSteps, SlotMemory
+from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32, StepPlan
-from octavo.sampling.random import row_keys
-from octavo.sampling.state import Feature, SamplerState
-from octavo.worker.slots import SlotTables
+from octavo.sampling.keys import row_keys
+from octavo.sampling.state import Feature, SamplerState, features_of
+
+if TYPE_CHECKING:
+    from octavo.attention.native_cpu import NativeCpuAttention
+    from octavo.models.compiled import CompiledDecoder
+    from octavo.worker.slots import SlotTables
 
 _DRAW = int(Feature.RANDOM | Feature.FILTERS)
 """What the draw does. A plain number: an array keeps its dtype beside it, which an enumeration would widen."""
 
 
+class Tables(Protocol):
+    """The slot tables, wherever they are."""
+
+    def update(self, plan: StepPlan) -> None: ...
+
+
 class NativeSteps:
     """Runs steps. Owns nothing: the tables, the cache and the weights belong to its parts."""
 
-    def __init__(self, model: CompiledDecoder, attention: NativeCpuAttention, tables: SlotTables, state: SamplerState) -> None:
+    def __init__(self, steps: CpuSteps, tables: Tables, state: SamplerState) -> None:
         self._tables = tables
         self._state = state
-        self._attention = attention  # owns what the steps point into
-        second = tables.first_column if len(tables.kinds) > 1 else 0
-        self._steps = model.steps(attention, SlotMemory(tables.tokens, tables.blocks, state.numbers, tables.block_size, second))
+        self._steps = steps
+
+    @staticmethod
+    def serves(params: SamplingParams) -> bool:
+        """Whether a request's steps will fit."""
+        return params.prompt_logprobs is None and not features_of(params) & ~(_DRAW | Feature.MASKED)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether all that the rows of a plan want is a draw, of all tokens or of those that their grammars allow."""
@@ -57,3 +71,10 @@ def _mask_rows(plan: StepPlan, slots: Int32) -> Int32 | None:
         return None
     places = {slot: i for i, slot in enumerate(plan.masks.slots.tolist())}
     return np.asarray([places.get(slot, -1) for slot in slots.tolist()], np.int32)
+
+
+def steps_of(model: CompiledDecoder, attention: NativeCpuAttention, tables: SlotTables, state: SamplerState) -> CpuSteps:
+    """Steps over a runner's tables, which must outlive them as `attention` must."""
+    second = tables.first_column if len(tables.kinds) > 1 else 0
+    memory = SlotMemory(tables.tokens.numpy(), tables.blocks.numpy(), state.host_numbers, tables.block_size, second)
+    return model.steps(attention, memory)

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_TOKEN = "The model's output for this request was not a number, or every token was forbidden."
+"""Of a request whose step gave none; `worker/diagnosis.py` finds out more."""
+
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     event: Callable[..., torch.cuda.Event] = torch.cuda.Event
@@ -278,12 +281,8 @@ class Runner:
         return results
 
 
-def settle(launched: Launched, dtype_name: str) -> StepResult:
-    """Wait for a step and make its result.
-
-    Args:
-        dtype_name: the model's, for the advice in error messages.
-    """
+def settle(launched: Launched) -> StepResult:
+    """Wait for a step and make its result."""
     seconds = launched.clock.wait()
     tokens = np.zeros(len(launched.slots), np.int32) if launched.tokens is None else launched.tokens
     result = StepResult(launched.step_id, launched.slots, tokens, step_seconds=seconds)
@@ -302,11 +301,7 @@ def settle(launched: Launched, dtype_name: str) -> StepResult:
             result.prompt_logprobs.setdefault(scores.slot, []).extend(scores.rows())
         broken += [s.slot for s in launched.prompt_scores if bool(s.scored.logprobs.isnan().any())]
     if broken:
-        result.errors = dict.fromkeys(
-            broken,
-            f"The model's output for this request was not a number, or every token was forbidden (dtype {dtype_name}). "
-            "Check the request's logit_bias, allowed_token_ids and bad_words; if it sets none, try --dtype float32 or bfloat16.",
-        )
+        result.errors = dict.fromkeys(broken, NO_TOKEN)
     return result
 
 

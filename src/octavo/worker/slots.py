@@ -2,9 +2,6 @@
 
 A request keeps its row from admission to end. The token table is the only place where the worker knows a request's tokens: the
 core sends them once, sampled tokens are written there on the device, and the next step reads them there.
-
-Memory: 4 bytes a token of max_model_len and slot, and 4 bytes a block: 256 slots of 128k tokens are 134 MB and 8 MB. On a CPU
-pages are only touched as far as requests are long.
 """
 
 from __future__ import annotations
@@ -14,15 +11,9 @@ import torch
 
 from octavo.ops.transfer import upload, upload_many
 from octavo.protocol.step import Int32, StepPlan
+from octavo.worker.host_tables import HostTables
 from octavo.worker.leading_blocks import LeadingBlocks
-
-SLACK_TOKENS = 16
-"""Places past max_model_len: steps in flight may sample a token more than a request ends up keeping."""
-
-
-def _table_width(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens`, rounded so that every row starts at a multiple of 16 bytes."""
-    return -(-num_tokens // (4 * block_size)) * 4
+from octavo.worker.table_shape import SLACK_TOKENS, table_width
 
 
 class SlotTables:
@@ -32,25 +23,47 @@ class SlotTables:
     to is in its slot's row.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device, *, two_kinds: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        two_kinds: bool = False,
+        memory: HostTables | None = None,
+    ) -> None:
         self.device = device
         self.block_size = block_size
         self.num_slots = num_slots
         width = max_model_len + SLACK_TOKENS
-        self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        if memory is None:
+            self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
+        else:
+            self.tokens = torch.from_numpy(memory.tokens)
         """[slots, max_model_len + slack]"""
-        self.first_column = _table_width(width, block_size)
+        self.first_column = table_width(width, block_size)
         """Of the second kind of cache, if there is one."""
-        self.blocks = torch.zeros(num_slots, self.first_column * (1 + two_kinds), dtype=torch.int32, device=device)
+        if memory is None:
+            self.blocks = torch.zeros(num_slots, self.first_column * (1 + two_kinds), dtype=torch.int32, device=device)
+        else:
+            self.blocks = torch.from_numpy(memory.blocks)
         """[slots, max_blocks, or twice as many]; the null block 0 past the request's own."""
         self.kinds = tuple(self.blocks[:, i * self.first_column : (i + 1) * self.first_column] for i in range(1 + two_kinds))
         """Views of it, [slots, max_blocks]: the table of each kind of cache."""
         self.leading = LeadingBlocks(num_slots, block_size)
 
-    @staticmethod
-    def bytes_needed(num_slots: int, max_model_len: int, block_size: int) -> int:
-        width = max_model_len + SLACK_TOKENS
-        return 4 * num_slots * (width + _table_width(width, block_size))
+    @classmethod
+    def over(cls, tables: HostTables, device: torch.device) -> SlotTables:
+        """The tables of a host whose compiled code goes on to use them too.
+
+        Args:
+            device: the host's.
+        """
+        num_slots, width = tables.tokens.shape
+        made = cls(num_slots, width - SLACK_TOKENS, tables.block_size, device, memory=tables)
+        made.leading = tables.leading
+        return made
 
     def update(self, plan: StepPlan) -> None:
         """Requests enter their slots, and running ones get further blocks. One transfer for all of it."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheKind, CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.diagnosis import Diagnosis
+from octavo.worker.diagnosis import Circumstances, Diagnosis
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
@@ -43,6 +42,7 @@ from octavo.worker.memory import (
     measured_device,
     size_cache,
 )
+from octavo.worker.report import ready_report
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
@@ -124,14 +124,14 @@ class Worker:
             divisible=config.parallel.world == 1,
             calibration=self._calibration,
         )
-        self._diagnosis = Diagnosis(self._model, self._tables, self._state)
+        self._diagnosis = Diagnosis(self._model, self._tables, self._state, Circumstances.of(config))
         with self._phase("warm-up"):
             for plan in first_steps(config):
-                settle(self._runner.launch(plan), config.model.dtype)
+                settle(self._runner.launch(plan))
             if (calibration := self._calibration) is not None:
                 with calibration.rehearsing():
                     for plan in first_steps(config):
-                        settle(self._runner.launch(plan), config.model.dtype)
+                        settle(self._runner.launch(plan))
             self._state.leave(all_slots(config))
         self._report = self._make_report(size, budget)
         if self._device.type == "cuda":
@@ -167,9 +167,9 @@ class Worker:
 
     def collect(self) -> StepResult:
         """The result of the oldest step not collected yet; waits for it."""
-        result = settle(self._launched.popleft(), self._config.model.dtype)
-        if result.errors and (where := self._diagnosis.explain(list(result.errors))):
-            result.errors = {slot: message + where for slot, message in result.errors.items()}
+        result = settle(self._launched.popleft())
+        if result.errors:
+            result.errors = self._diagnosis.explain(list(result.errors))
         return result
 
     def preparation_due(self, *, idle: bool) -> bool:
@@ -224,11 +224,11 @@ class Worker:
         if not isinstance(self._model, CompiledDecoder):
             return None
         from octavo.attention.native_cpu import NativeCpuAttention
-        from octavo.worker.native_steps import NativeSteps
+        from octavo.worker.native_steps import NativeSteps, steps_of
 
         if not isinstance(attention, NativeCpuAttention):
             return None
-        return NativeSteps(self._model, attention, self._tables, self._state)
+        return NativeSteps(steps_of(self._model, attention, self._tables, self._state), self._tables, self._state)
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""
@@ -322,7 +322,7 @@ class Worker:
         attention = self._make_attention(PROFILE_BLOCKS, PROFILE_BLOCKS)
         self._compile_ahead(attention)
         torch.cuda.reset_peak_memory_stats(self._device)
-        settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)), config.model.dtype)
+        settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)))
         peak = torch.cuda.max_memory_allocated(self._device)
         graphs = self._measure_graphs(attention)
         del attention
@@ -382,33 +382,24 @@ class Worker:
         return [*([wasted] if wasted else []), *cache_warnings(self._config, len(self._model.layer_specs), len(self._model.kv_scales))]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
-        config, shape = self._config, self._shape
-        return EngineReady(
-            pid=os.getpid(),
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=size.max_model_len,
+        warnings = [
+            *self._model_warnings(),
+            *size.warnings,
+            *quantized_for_nothing(self._config, self._model.weights_kinds),
+            *self._cache_warnings(),
+        ]
+        return ready_report(
+            self._config,
+            budget,
+            self._shape,
             vocab_size=self._model.spec.vocab_size,
-            weights_bytes=budget.weights,
-            weights_kinds=dict(self._model.weights_kinds),
+            max_model_len=size.max_model_len,
+            weights_kinds=self._model.weights_kinds,
             cache_bytes=self._cache_bytes,
-            window=shape.window,
-            activation_bytes=budget.activations,
-            total_bytes=budget.total,
-            other_bytes=budget.other,
-            device=config.device.name,
-            dtype=config.model.dtype,
-            kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             sums=self._ranks.sums,
             phases=self._phases,
-            warnings=[
-                *self._model_warnings(),
-                *size.warnings,
-                *quantized_for_nothing(config, self._model.weights_kinds),
-                *self._cache_warnings(),
-            ],
+            warnings=warnings,
         )
 
 

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.ops.cpu import abi
-from octavo.ops.cpu.steps import draw_tokens
+from octavo.ops.cpu.decoder import draw_tokens
 from octavo.ops.registry import DrawRows
 from octavo.sampling.filters import filtered
-from octavo.sampling.random import GROUP, categorical, row_keys
+from octavo.sampling.keys import row_keys
+from octavo.sampling.random import GROUP, categorical
 from octavo.sampling.state import Column
 
 Numbers = tuple[float, float, float, float]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from octavo.ops.cpu import abi, panel_file, panels
 from octavo.ops.packed import EncodedRows, Panels
@@ -53,7 +53,7 @@ def assert_right(found: list[Panels], rows: list[EncodedRows] = ROWS) -> None:
     for got, asked in zip(found, rows, strict=True):
         expected = panels.pack_rows(asked)
         assert (got.kind, got.rows) == (expected.kind, expected.rows)
-        assert torch.equal(got.data, expected.data)
+        assert np.array_equal(got.data, expected.data)
 
 
 def is_mapped(got: Panels, path: Path) -> bool:
@@ -61,7 +61,7 @@ def is_mapped(got: Panels, path: Path) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, *_, name = line.split(maxsplit=5)
         start, stop = (int(n, 16) for n in span.split("-"))
-        if start <= got.data.data_ptr() < stop:
+        if start <= got.data.ctypes.data < stop:
             return rights == "r--s" and name.strip() == str(path)
     return False
 
@@ -75,7 +75,7 @@ def test_the_second_load_packs_nothing_and_both_map_the_file(checkpoint: Path) -
     assert_right(first), assert_right(second)
     for got in (*first, *second):
         assert is_mapped(got, path)
-        assert got.data.data_ptr() % panel_file.ALIGNMENT == 0
+        assert got.data.ctypes.data % panel_file.ALIGNMENT == 0
 
 
 def test_rows_that_had_to_be_unpacked_stay_private_and_void_nothing(checkpoint: Path) -> None:
@@ -112,24 +112,56 @@ def noise(path: Path) -> None:
     path.write_bytes(np.random.default_rng(0).bytes(10_000))
 
 
-@pytest.mark.parametrize("damage", [truncate, grow, no_header, other_index, empty, noise])
-def test_a_damaged_file_is_replaced(checkpoint: Path, damage: Callable[[Path], None]) -> None:
+def one_bit_of_the_weights(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[panel_file.HEADER_BYTES + 300] ^= 4
+    path.write_bytes(data)
+
+
+def a_page_of_zeros(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(panel_file.HEADER_BYTES)
+        file.write(bytes(1000))
+
+
+@pytest.mark.parametrize("damage", [truncate, grow, no_header, other_index, empty, noise, one_bit_of_the_weights, a_page_of_zeros])
+def test_a_damaged_file_is_replaced_with_one_line(
+    checkpoint: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     load(checkpoint)
     (path,) = files(checkpoint)
     damage(path)
     found, packed = load(checkpoint)
     assert packed == len(ROWS)
     assert_right(found)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert str(path) in line and "packed anew" in line
     assert load(checkpoint)[1] == 0
 
 
-def test_flipped_bytes_of_header_and_index_are_noticed_or_harmless(checkpoint: Path) -> None:
+@pytest.mark.parametrize("damage", [truncate, empty, noise, one_bit_of_the_weights])
+@pytest.mark.parametrize("which", ["the writer", "a reader"])
+def test_a_file_that_is_changed_while_in_use_changes_nothing(checkpoint: Path, damage: Callable[[Path], None], which: str) -> None:
+    found, _ = load(checkpoint)
+    if which == "a reader":
+        found, packed = load(checkpoint)
+        assert packed == 0
+    (path,) = files(checkpoint)
+    damage(path)
+    assert_right(found)
+    assert not any(is_mapped(got, path) for got in found)
+
+
+def test_flipped_bytes_are_noticed_or_harmless(checkpoint: Path) -> None:
     load(checkpoint)
     (path,) = files(checkpoint)
     good = path.read_bytes()
     index = good.rindex(b"[{")
     generator = np.random.default_rng(1)
-    for place in (*generator.integers(0, 600, 40).tolist(), *generator.integers(index, len(good), 40).tolist()):
+    places = [
+        generator.integers(first, end, 40).tolist() for first, end in ((0, 600), (panel_file.HEADER_BYTES, index), (index, len(good)))
+    ]
+    for place in itertools.chain.from_iterable(places):
         path.write_bytes(good[:place] + bytes([good[place] ^ (1 << int(generator.integers(8)))]) + good[place + 1 :])
         assert_right(load(checkpoint)[0])
 
@@ -180,6 +212,17 @@ def test_a_load_that_fails_leaves_nothing(checkpoint: Path) -> None:
         panel_file.panel_file(folder, str(checkpoint), HEADER, pack, panels.packed_bytes) as pack_rows,
     ):
         pack_rows(ROWS[0])
+    assert files(checkpoint) == []
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
+def test_weights_that_are_no_numbers_are_not_kept(checkpoint: Path, kind: str, number: str) -> None:
+    rows = random_rows(kind, 17, 32, 2)
+    rows.data[16, :2] = np.frombuffer(np.float16(number).tobytes(), np.uint8)
+    found, _ = load(checkpoint, [ROWS[0], rows])
+    assert [got.finite for got in found] == [True, False]
+    assert_right(found, [ROWS[0], rows])
     assert files(checkpoint) == []
 
 

@@ -238,12 +238,12 @@ def test_steps_are_captured_again_once_scales_are_found(models: dict[str, Model]
     sampler = Sampler(state, tables.tokens, draw=draw_tokens)
     runner = Runner(models["kernels"], attention, tables, state, sampler, spy, calibration=calibration)  # type: ignore[arg-type]
     plans, greedy = Plans(), SamplingParams(temperature=0.0, max_tokens=None)
-    results = [settle(runner.launch(plans([Row(0, 0, 4, True)], init=[slot_init(0, [5, 6, 7, 8], [1, 2], sampling=greedy)])), "float16")]
+    results = [settle(runner.launch(plans([Row(0, 0, 4, True)], init=[slot_init(0, [5, 6, 7, 8], [1, 2], sampling=greedy)])))]
     found = [s.k.clone() for s in map(attention.cache.scale, range(2)) if s.k is not None]
     assert all(bool((k < 1).all()) for k in found), "a tiny model's keys are small"
     calibration._tokens = ENOUGH_TOKENS - 1
-    results.append(settle(runner.launch(plans([Row(0, 4, 1, True)])), "float16"))
+    results.append(settle(runner.launch(plans([Row(0, 4, 1, True)]))))
     assert spy.launches == []
-    results.append(settle(runner.launch(plans([Row(0, 5, 1, True)])), "float16"))
+    results.append(settle(runner.launch(plans([Row(0, 5, 1, True)]))))
     assert spy.launches == [SHAPES[0]]
     assert all(not r.errors and r.tokens[0] >= 0 for r in results)

@@ -11,7 +11,8 @@ import torch
 from octavo.ops.registry import DrawRows
 from octavo.ops.triton.sampling import draw_tokens
 from octavo.sampling.filters import filtered
-from octavo.sampling.random import GROUP, categorical, row_keys
+from octavo.sampling.keys import row_keys
+from octavo.sampling.random import GROUP, categorical
 from octavo.sampling.state import Column, Feature
 
 VOCAB = GROUP + 83

@@ -110,7 +110,7 @@ def play(runner: Runner) -> list[dict[int, int]]:
     plans, results = Plans(), list[StepResult]()
 
     def step(rows: list[Row], **more: Any) -> None:
-        results.append(settle(runner.launch(plans(rows, **more)), "float16"))
+        results.append(settle(runner.launch(plans(rows, **more))))
 
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=None),
@@ -180,7 +180,7 @@ def test_a_shape_is_chosen_by_what_a_step_needs(models: dict[str, Model], device
     runner, spy = runner_of(models["kernels"], device, kernels=True, graphs=True)
     assert spy is not None
     plans = Plans()
-    settle(runner.launch(plans([Row(s, 0, 4, True) for s in range(6)], init=[slot_init(s, [1, 2, 3, 4], [s + 1]) for s in range(6)])), "")
+    settle(runner.launch(plans([Row(s, 0, 4, True) for s in range(6)], init=[slot_init(s, [1, 2, 3, 4], [s + 1]) for s in range(6)])))
 
     def shape(rows: list[Row], **more: Any) -> GraphShape | None:
         captured = spy.fitting(plans(rows, **more))
@@ -193,7 +193,7 @@ def test_a_shape_is_chosen_by_what_a_step_needs(models: dict[str, Model], device
     assert shape([Row(0, 4, 17, True)]) == SHAPES[3]
     assert shape([Row(0, 4, 41, True)]) is None
     assert shape([Row(0, 4, 1, True)], table=[(0, i, i) for i in range(1, 6)]) == SHAPES[2], "it has room for more diffs"
-    settle(runner.launch(plans([Row(0, 0, 4, False)], init=[slot_init(0, [1, 2, 3, 4], [1], sampling=penalised())], free=[0])), "")
+    settle(runner.launch(plans([Row(0, 0, 4, False)], init=[slot_init(0, [1, 2, 3, 4], [1], sampling=penalised())], free=[0])))
     assert shape([Row(0, 4, 1, True)]) == SHAPES[0], "the graphs give logits to whatever the sampler does with them"
 
 
@@ -246,10 +246,10 @@ def mixed_wishes(runner: Runner) -> tuple[list[dict[int, int]], dict[int, list[i
     ]
     prompts = [np.random.default_rng(10 + i).integers(0, VOCAB, 4).tolist() for i in range(3)]
     init = [slot_init(i, prompts[i], [1 + 4 * i + j for j in range(4)], sampling=sampling[i]) for i in range(3)]
-    results.append(settle(runner.launch(plans([Row(i, 0, 4, True) for i in range(3)], init=init)), "float16"))
+    results.append(settle(runner.launch(plans([Row(i, 0, 4, True) for i in range(3)], init=init))))
     lengths = [4, 4, 4]
     for slots in ([0, 1, 2], [2], [0], [1, 2], [2], [0, 1, 2], [2]):
-        results.append(settle(runner.launch(plans([Row(s, lengths[s], 1, True) for s in slots])), "float16"))
+        results.append(settle(runner.launch(plans([Row(s, lengths[s], 1, True) for s in slots]))))
         for s in slots:
             lengths[s] += 1
     tokens = [dict(zip(r.slots.tolist(), r.tokens.tolist(), strict=True)) for r in results]

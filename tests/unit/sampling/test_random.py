@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.sampling.random import GROUP, categorical, gumbels, row_keys, uniforms
+from octavo.sampling.keys import row_keys
+from octavo.sampling.random import GROUP, categorical, gumbels, uniforms
 
 GOLDEN_KEYS = [[720925482, 3573154200], [1990006543, 2245571595], [3156284980, 2700084]]
 GOLDEN_WORDS = [

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from octavo.protocol.params import SamplingParams
 from octavo.sampling import filters, penalties
 from octavo.sampling import sampler as sampler_module
-from octavo.sampling.random import categorical, row_keys
+from octavo.sampling.keys import row_keys
+from octavo.sampling.random import categorical
 from octavo.sampling.sampler import Sampled, Sampler
 from octavo.sampling.state import Feature, SamplerState, features_of
 from tests.support.reference_sampler import adjusted, kept

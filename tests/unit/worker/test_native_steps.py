@@ -20,7 +20,7 @@ from octavo.protocol.params import OutputConstraint, SamplingParams
 from octavo.protocol.step import StepPlan, TokenMasks
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
-from octavo.worker.native_steps import NativeSteps
+from octavo.worker.native_steps import NativeSteps, steps_of
 from octavo.worker.runner import Runner, settle
 from octavo.worker.slots import SlotTables
 from tests.support.engine_configs import engine_config
@@ -75,7 +75,7 @@ def runner_of(model: Model, *, native: bool, whole: bool) -> tuple[Runner, Count
     assert isinstance(model, CompiledDecoder)
     cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device)
     sampler = Sampler(state, tables.tokens, draw=model.draw)
-    steps = Counting(NativeSteps(model, cache, tables, state)) if whole else None
+    steps = Counting(NativeSteps(steps_of(model, cache, tables, state), tables, state)) if whole else None
     return Runner(model, cache, tables, state, sampler, native=steps), steps  # type: ignore[arg-type]
 
 
@@ -93,10 +93,10 @@ def test_unusable_logits_fail_their_request_alone(models: dict[str, Model]) -> N
     runner, counted = runner_of(models["native"], native=True, whole=True)
     plans, greedy = Plans(), SamplingParams(temperature=0.0, max_tokens=None)
     init = [slot_init(slot, [3, 4, 5], [slot + 1], sampling=greedy) for slot in range(2)]
-    alone = settle(runner.launch(plans([Row(slot, 0, 3, True) for slot in range(2)], init=init)), "float32")
+    alone = settle(runner.launch(plans([Row(slot, 0, 3, True) for slot in range(2)], init=init)))
     assert not alone.errors
     runner._attention._values[0][1].fill_(torch.inf)  # type: ignore[attr-defined]
-    result = settle(runner.launch(plans([Row(slot, 3, 1, True) for slot in range(2)])), "float32")
+    result = settle(runner.launch(plans([Row(slot, 3, 1, True) for slot in range(2)])))
     assert counted is not None and counted.launches == 2
     assert list(result.errors or {}) == [0]
     assert result.tokens[1] >= 0
@@ -122,7 +122,7 @@ def masked(runner: Runner, seed: int) -> list[dict[int, int]]:
         allowed[:, chance.integers(0, VOCAB)] = True
         words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
         plan.masks = TokenMasks(np.asarray([2, 0, 1], np.int32), words)
-        result = settle(runner.launch(plan), "float32")
+        result = settle(runner.launch(plan))
         tokens = dict(zip(result.slots.tolist(), result.tokens.tolist(), strict=True))
         assert not result.errors
         assert all(allowed[row, tokens[slot]] for row, slot in enumerate((2, 0, 1)))
@@ -148,7 +148,7 @@ def test_a_mask_that_allows_nothing_fails_its_request_alone(models: dict[str, Mo
     words = np.zeros((2, -(-VOCAB // 32)), np.int32)
     words[1] = 1 << 7
     plan.masks = TokenMasks(np.asarray([0, 1], np.int32), words)
-    result = settle(runner.launch(plan), "float32")
+    result = settle(runner.launch(plan))
     assert list(result.errors or {}) == [0]
     assert result.tokens[1] % 32 == 7
 
@@ -181,7 +181,7 @@ def long_requests(runner: Runner, *, two_kinds: bool) -> list[dict[int, int]]:
 
     def step(rows: list[Row], **more: Any) -> None:
         diffs = [entry for row in rows for entry in table(row.slot, row.start, row.start + row.count)]
-        result = settle(runner.launch(plans(rows, table=diffs, **more)), "float32")
+        result = settle(runner.launch(plans(rows, table=diffs, **more)))
         assert not result.errors
         results.append(dict(zip(result.slots.tolist(), result.tokens.tolist(), strict=True)))
 
@@ -204,7 +204,7 @@ def test_layers_that_slide_have_tables_of_their_own_in_whole_steps(whole: bool) 
         tables, state = SlotTables(SLOTS, LENGTH, BLOCK, device, two_kinds=two_kinds), SamplerState(SLOTS, device)
         second = SlidingBlocks(frozenset({0, 2}), 1 + 2 * RING) if two_kinds else None
         cache = NativeCpuAttention(model.layer_specs, BLOCKS, BLOCK, torch.float32, device, sliding=second)
-        steps = NativeSteps(model, cache, tables, state) if whole else None
+        steps = NativeSteps(steps_of(model, cache, tables, state), tables, state) if whole else None
         runner = Runner(model, cache, tables, state, Sampler(state, tables.tokens, draw=model.draw), native=steps)
         tokens.append(long_requests(runner, two_kinds=two_kinds))
     assert tokens[0] == tokens[1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
+from octavo.worker.table_shape import table_bytes
 from tests.support.step_plans import Plans, Row, slot_init
 
 CPU = torch.device("cpu")
@@ -103,4 +104,4 @@ def test_a_slot_keeps_nothing_of_its_last_request() -> None:
 
 def test_tables_cost_what_they_say() -> None:
     tables = SlotTables(3, 100, 16, CPU)
-    assert tables.tokens.nbytes + tables.blocks.nbytes == SlotTables.bytes_needed(3, 100, 16)
+    assert tables.tokens.nbytes + tables.blocks.nbytes == table_bytes(3, 100, 16)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from octavo.config.types import CpuActivations
 from octavo.errors import ConfigError
-from octavo.ops.cpu import experts, linear
-from octavo.ops.program import DecoderKernels
+from octavo.ops.program import CompiledDecoder, DecoderKernels, DecoderProgram
 
 
 def overrides() -> dict[str, Any]:
     """Operation name -> implementation. Empty where this torch has no oneDNN."""
+    from octavo.ops.cpu import experts, linear
+
     if not linear.available():
         return {}
     return {
@@ -36,10 +38,16 @@ def decoder_kernels() -> DecoderKernels:
         ConfigError: they were not built.
     """
     from octavo.ops.cpu import abi, panels
-    from octavo.ops.cpu.decoder import CpuDecoder
     from octavo.ops.cpu.panel_file import panel_file
 
     if abi.library() is None:
         raise ConfigError("The compiled CPU kernels are not there. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch.")
     shared = functools.partial(panel_file, pack=panels.pack_rows, packed_bytes=panels.packed_bytes)
-    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), CpuDecoder, shared)
+    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), _compile, shared)
+
+
+def _compile(program: DecoderProgram, *, threads: int, activations: CpuActivations) -> CompiledDecoder:
+    from octavo.ops.cpu.cpu_program import CpuProgram
+    from octavo.ops.cpu.decoder import CpuDecoder
+
+    return CpuDecoder(CpuProgram(program, threads=threads, activations=activations))

@@ -9,7 +9,6 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any, Final, TypeVar
 
 import numpy as np
-import torch
 
 from octavo.config.device import native_kernels_path
 from octavo.config.types import CpuActivations
@@ -19,7 +18,6 @@ from octavo.ops.registry import Activation
 
 S = TypeVar("S", bound=ctypes.Structure)
 
-ABI: Final = 4
 LAYOUT: Final = 1
 """Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
 KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
@@ -166,7 +164,7 @@ _SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
     "octavo_engine_new": (c_void_p, [c_int32]),
     "octavo_engine_free": (None, [c_void_p]),
     "octavo_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-    "octavo_pack": (None, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "octavo_pack": (c_int32, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "octavo_linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
     "octavo_embedding": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "octavo_rms_norm": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64]),
@@ -193,7 +191,7 @@ def library() -> ctypes.CDLL | None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
-    return found if found.octavo_abi() == ABI else None
+    return found
 
 
 def loaded() -> ctypes.CDLL:
@@ -219,9 +217,9 @@ class Engine:
             self.handle = 0
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of a tensor's first element; null for None."""
-    return None if tensor is None else tensor.data_ptr()
+def pointer(array: np.ndarray[Any, np.dtype[Any]] | None) -> int | None:
+    """The address of an array's first element; null for None."""
+    return None if array is None else address(array)
 
 
 def address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
@@ -230,10 +228,10 @@ def address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
     return found
 
 
-def describe_linear(weight: PanelWeight, bias: torch.Tensor | None = None) -> Linear:
-    """The C view of a weight. Points into its tensors: keep them."""
+def describe_linear(weight: PanelWeight, bias: np.ndarray[Any, np.dtype[np.float32]] | None = None) -> Linear:
+    """The C view of a weight. Points into its arrays: keep them."""
     segments = (Segment * len(weight.segments))(
-        *(Segment(KINDS[segment.kind], segment.rows, segment.data.data_ptr()) for segment in weight.segments)
+        *(Segment(KINDS[segment.kind], segment.rows, address(segment.data)) for segment in weight.segments)
     )
     return Linear(segments, pointer(bias), len(weight.segments), weight.out_features, weight.in_features, 0)
 

@@ -1,49 +1,29 @@
-"""A decoder whose forward pass is one call into the compiled kernels."""
+"""A decoder whose forward pass is one call into the compiled kernels, for callers with tensors."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi
+from octavo.ops.cpu.cpu_program import CpuProgram
 from octavo.ops.cpu.paged import PagedStep
-from octavo.ops.cpu.steps import CpuSteps, SlotMemory, draw_tokens
-from octavo.ops.program import AttendLayer, DecoderProgram, LayerProgram
+from octavo.ops.cpu.steps import CpuSteps, SlotMemory
 from octavo.ops.registry import DrawRows
+
+if TYPE_CHECKING:
+    from octavo.ops.program import AttendLayer
 
 
 class CpuDecoder:
     """Implements `ops.program.CompiledDecoder`. Not thread-safe: scratch memory is shared by all calls."""
 
-    def __init__(self, program: DecoderProgram, *, threads: int, activations: CpuActivations) -> None:
-        self._program = program
+    def __init__(self, compiled: CpuProgram) -> None:
+        self._compiled = compiled
+        self._program = compiled.program
         self._library = abi.loaded()
-        self._engine = abi.Engine(threads)
-        self._layers = abi.array_of(abi.Layer, [_layer(layer) for layer in program.layers])
-        self._decoder = abi.Decoder(
-            layers=ctypes.cast(self._layers, ctypes.POINTER(abi.Layer)),
-            embed=abi.describe_linear(program.embed),
-            head=abi.describe_linear(program.head),
-            final_norm=abi.pointer(program.final_norm),
-            num_layers=len(program.layers),
-            hidden=program.hidden,
-            heads=program.heads,
-            kv_heads=program.kv_heads,
-            head_dim=program.head_dim,
-            rotary_dim=program.layers[0].cos_sin.shape[1],
-            inner=program.inner,
-            vocab=program.vocab,
-            activation=abi.ACTIVATIONS[program.activation],
-            activations=abi.READ_AS[activations],
-            norm_eps=program.norm_eps,
-            embedding_scale=program.embedding_scale,
-            residual_multiplier=program.residual_multiplier,
-            logit_scale=program.logit_scale,
-            logit_soft_cap=program.logit_soft_cap or 0.0,
-        )
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, wanted: torch.Tensor | None = None
@@ -79,15 +59,15 @@ class CpuDecoder:
         filters: bool = True,
     ) -> None:
         """See `ops.registry.Draw`."""
-        draw_tokens(self._engine, logits, rows, numbers, out, token_table)
+        draw_tokens(self._compiled.engine, logits, rows, numbers, out, token_table)
 
     def steps(self, caches: ctypes.Array[abi.Cache], memory: SlotMemory) -> CpuSteps:
-        """Whole steps over a KV cache, which the caller keeps alive."""
-        return CpuSteps(self._engine, self._decoder, caches, memory, self)
+        """See `CpuProgram.steps`."""
+        return self._compiled.steps(caches, memory)
 
     def _arguments(self, *structures: Any) -> tuple[Any, ...]:
         """The engine, the decoder and what else a call takes by reference."""
-        return (self._engine.handle, *(ctypes.byref(s) for s in (self._decoder, *structures)))
+        return (self._compiled.engine.handle, *(ctypes.byref(s) for s in (self._compiled.decoder, *structures)))
 
     def _layer_by_layer(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, hidden: torch.Tensor) -> None:
         """With attention that is not ours between the kernels."""
@@ -103,17 +83,31 @@ class CpuDecoder:
             self._library.octavo_layer_rest(*self._arguments(step), layer, attended.data_ptr(), hidden.data_ptr())
 
 
-def _layer(layer: LayerProgram) -> abi.Layer:
-    return abi.Layer(
-        qkv=abi.describe_linear(layer.qkv, layer.qkv_bias),
-        out=abi.describe_linear(layer.out, layer.out_bias),
-        gate_up=abi.describe_linear(layer.gate_up, layer.gate_up_bias),
-        down=abi.describe_linear(layer.down, layer.down_bias),
-        attention_norm=abi.pointer(layer.attention_norm),
-        attention_post_norm=abi.pointer(layer.attention_post_norm),
-        mlp_norm=abi.pointer(layer.mlp_norm),
-        mlp_post_norm=abi.pointer(layer.mlp_post_norm),
-        q_norm=abi.pointer(layer.q_norm),
-        k_norm=abi.pointer(layer.k_norm),
-        cos_sin=layer.cos_sin.data_ptr(),
+def draw_tokens(
+    engine: abi.Engine,
+    logits: torch.Tensor,
+    rows: DrawRows,
+    numbers: torch.Tensor,
+    out: torch.Tensor,
+    token_table: torch.Tensor | None = None,
+) -> None:
+    """See `ops.registry.Draw`; rows that are not filtered say so in their modes."""
+    count = min(len(out), int(rows.count[0]))
+    logits, keys = logits.float(), rows.keys.contiguous()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    described = abi.Draw(
+        logits=logits.data_ptr(),
+        stride=logits.stride(0),
+        vocab=logits.shape[1],
+        slots=rows.slots.data_ptr(),
+        modes=rows.modes.data_ptr(),
+        keys=keys.data_ptr(),
+        numbers=numbers.data_ptr(),
+        numbers_stride=numbers.stride(0),
+        rows=count,
     )
+    abi.loaded().octavo_draw(engine.handle, ctypes.byref(described), out.data_ptr())
+    if token_table is not None:
+        positions = rows.positions[:count].long() + rows.ahead
+        token_table[rows.slots[:count].long(), positions] = out[:count].clamp(min=0).to(token_table.dtype)

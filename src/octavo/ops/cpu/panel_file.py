@@ -1,42 +1,48 @@
 """Packed weights in a file that every process serving the same checkpoint maps: in memory once, and packed once.
 
 A file belongs to one state of one checkpoint (path, size, time, header) and one layout of panels; it is written beside its place,
-and appears there whole or not at all. Whatever is wrong with one (another layout, a header that does not add up, a short file) means
-that it is not used; whatever goes wrong while writing means private memory, as without it. Nothing here fails a start.
+and appears there whole or not at all. Whatever is wrong with one (a header that does not add up, a short file, panels whose checksum is
+another) means that it is replaced; whatever goes wrong while writing means private memory, as without it. Nothing here fails a start.
+What happens to the file afterwards does not reach the processes that use it (`held_file`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import logging
-import mmap
 import os
 import shutil
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
+from octavo.config.device import usable_cores
 from octavo.ops.cpu.abi import LAYOUT
+from octavo.ops.cpu.held_file import Region, hold
 from octavo.ops.packed import EncodedRows, Panels
 
 logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"octavo panels\n"
+FORMAT: Final = 2
+"""Of the file around the panels: to be raised when it changes."""
 HEADER_BYTES: Final = 4096
 ALIGNMENT: Final = 64
 SUFFIX: Final = ".panels"
 MIN_BYTES: Final = 32 << 20
 """Checkpoints smaller than this are packed in less time than a file is worth."""
+_CHECKED_AT_ONCE: Final = 4
+"""Threads that compute checksums: more than memory can feed."""
 ABANDONED_SECONDS: Final = 3600.0
 
 PackRows = Callable[[EncodedRows, Any], Panels]
@@ -69,7 +75,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        text = json.dumps([LAYOUT, self.path, self.size, self.changed_ns, self.header])
+        text = json.dumps([FORMAT, LAYOUT, self.path, self.size, self.changed_ns, self.header])
         return f"{Path(self.path).stem[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{SUFFIX}"
 
 
@@ -82,6 +88,8 @@ class _Entry:
     count: int
     offset: int
     nbytes: int
+    crc32: int = 0
+    """Of the panels; in a file that is being written, computed at its end."""
 
 
 @dataclass
@@ -98,6 +106,8 @@ class PanelFile:
     _next: int = 0
     _end: int = HEADER_BYTES
     _missed: bool = field(default=False)
+    _sound: bool = True
+    """No weight was NaN or infinite. A model of such weights answers nothing, and need not start quickly."""
 
     def pack_rows(self, rows: EncodedRows) -> Panels:
         """See `ops.registry.PackRows`."""
@@ -108,7 +118,7 @@ class PanelFile:
             if self._next < len(self.entries) and self.entries[self._next].rows == asked:
                 entry = self.entries[self._next]
                 self._next += 1
-                return Panels(entry.kind, entry.count, self._tensor(entry.offset, entry.nbytes))  # type: ignore[arg-type]
+                return Panels(entry.kind, entry.count, self.memory[entry.offset : entry.offset + entry.nbytes])  # type: ignore[arg-type]
             self._missed = True
         nbytes = self.packed_bytes(rows)
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -116,13 +126,9 @@ class PanelFile:
             return self.pack(rows, None)
         panels = self.pack(rows, self.memory[start : start + nbytes])
         self._end = start + nbytes
+        self._sound = self._sound and panels.finite
         self.entries.append(_Entry(asked, panels.kind, panels.rows, start, nbytes))
         return panels
-
-    def _tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of memory that cannot be written, which is the point
-            return torch.from_numpy(self.memory[offset : offset + nbytes])
 
 
 @contextlib.contextmanager
@@ -155,13 +161,16 @@ def panel_file(
     if draft is None:
         yield private
         return
-    path, handle, mapped = draft
-    file = PanelFile(pack, packed_bytes, np.frombuffer(mapped, np.uint8), [], found=False)
+    path, handle, region = draft
     try:
-        yield file.pack_rows
-        _publish(file, mapped, handle, path, folder / source.name, source)
+        with os.fdopen(handle, "r+b", buffering=0) as written:
+            file = PanelFile(pack, packed_bytes, region.array(), [], found=False)
+            yield file.pack_rows
+            region.freeze()
+            size = _complete(file, written.fileno(), source) if file.entries and file._sound else 0
+        if size:
+            _publish(path, folder / source.name, size, region)
     finally:
-        os.close(handle)
         with contextlib.suppress(OSError):
             os.unlink(path)  # gone already where it was published
 
@@ -172,29 +181,45 @@ def _describe(rows: EncodedRows) -> str:
 
 
 def _read(path: Path) -> tuple[Any, list[_Entry]] | None:
-    """The mapped file and what is in it; None where there is none that can be used."""
+    """The bytes of the file and what is in it; None where there is none that can be used."""
     try:
         with path.open("rb") as file:
-            head = json.loads(file.read(HEADER_BYTES).removeprefix(MAGIC).rstrip(b"\0"))
-            if os.fstat(file.fileno()).st_size != head["size"]:
-                raise ValueError("the file is not as long as it should be")
-            file.seek(head["index"])
-            index = file.read(head["size"] - head["index"])
-            if hashlib.sha256(index).hexdigest() != head["digest"]:
-                raise ValueError("its index is damaged")
-            mapped = mmap.mmap(file.fileno(), head["size"], prot=mmap.PROT_READ)
+            head = _header(file.read(HEADER_BYTES))
+        if not HEADER_BYTES <= head["index"] <= head["size"]:
+            raise ValueError("its header is damaged")
+        memory = hold(str(path), head["size"]).array()
+        index = memory[head["index"] :].tobytes()
+        if hashlib.sha256(index).hexdigest() != head["digest"]:
+            raise ValueError("its index is damaged")
         entries = [_Entry(**entry) for entry in json.loads(index)]
         if not all(HEADER_BYTES <= e.offset <= e.offset + e.nbytes <= head["index"] for e in entries):
             raise ValueError("its index points outside")
-        return np.frombuffer(mapped, np.uint8), entries
+        if _checksums(memory, entries) != [e.crc32 for e in entries]:
+            raise ValueError("its weights are damaged: their checksum is not what it should be")
+        return memory, entries
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.info("Packed weights in %s are not used: %s.", path, error)
+        logger.warning("Packed weights in %s are not used, and packed anew: %s.", path, error)
         return None
 
 
-def _draft(folder: Path, source: Source) -> tuple[str, int, mmap.mmap] | None:
+def _header(line: bytes) -> dict[str, Any]:
+    """What the first bytes of a file say of it."""
+    try:
+        head: dict[str, Any] = json.loads(line.removeprefix(MAGIC).rstrip(b"\0"))
+    except ValueError:
+        raise ValueError("its header is damaged") from None
+    return head
+
+
+def _checksums(memory: npt.NDArray[np.uint8], entries: Sequence[_Entry]) -> list[int]:
+    """By entry; at the speed of memory, since these bytes are looked at in every start."""
+    with ThreadPoolExecutor(min(_CHECKED_AT_ONCE, usable_cores())) as threads:
+        return list(threads.map(lambda e: zlib.crc32(memory[e.offset : e.offset + e.nbytes].data), entries))
+
+
+def _draft(folder: Path, source: Source) -> tuple[str, int, Region] | None:
     """A file of more than enough room, mapped to be written. None where the disk has no good room for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +233,7 @@ def _draft(folder: Path, source: Source) -> tuple[str, int, mmap.mmap] | None:
         return None
     try:
         os.posix_fallocate(handle, 0, room)  # a page that the disk has no room for would kill the process that touches it
-        return path, handle, mmap.mmap(handle, room)
+        return path, handle, Region.draft(handle, room)
     except (OSError, ValueError) as error:
         logger.debug("Packed weights are not kept: %s.", error)
         os.close(handle)
@@ -216,24 +241,33 @@ def _draft(folder: Path, source: Source) -> tuple[str, int, mmap.mmap] | None:
         return None
 
 
-def _publish(file: PanelFile, mapped: mmap.mmap, handle: int, path: str, target: Path, source: Source) -> None:
+def _complete(file: PanelFile, handle: int, source: Source) -> int:
+    """Write what stands around the panels. Returns the size of the file; 0 where it could not be written."""
     try:
-        # From here on nobody writes, this process included.
-        ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(file.memory.ctypes.data), ctypes.c_size_t(len(mapped)), 1)
-        if not file.entries:
-            return
-        index = json.dumps([vars(entry) for entry in file.entries]).encode()
-        head = {"size": file._end + len(index), "index": file._end, "digest": hashlib.sha256(index).hexdigest(), "source": vars(source)}
+        checked = [replace(e, crc32=crc) for e, crc in zip(file.entries, _checksums(file.memory, file.entries), strict=True)]
+        index = json.dumps([vars(entry) for entry in checked]).encode()
+        size = file._end + len(index)
+        head = {"size": size, "index": file._end, "digest": hashlib.sha256(index).hexdigest(), "source": vars(source)}
         line = MAGIC + json.dumps(head).encode()
         if len(line) > HEADER_BYTES:
-            return
+            return 0
         os.ftruncate(handle, file._end)
         os.pwrite(handle, index, file._end)
         os.fsync(handle)
         os.pwrite(handle, line, 0)  # last: without it the file is none
         os.fsync(handle)
+        return size
+    except OSError as error:
+        logger.debug("Packed weights are not kept: %s.", error)
+        return 0
+
+
+def _publish(path: str, target: Path, size: int, region: Region) -> None:
+    """Put the file in its place. From here on nobody writes, this process included."""
+    try:
+        hold(path, size, region)
         os.replace(path, target)
-    except (OSError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         logger.debug("Packed weights are not kept: %s.", error)
 
 
@@ -248,7 +282,7 @@ def _tidy(folder: Path) -> None:
                 with path.open("rb") as file:
                     line = file.read(HEADER_BYTES)
                 try:
-                    source = Source(**json.loads(line.removeprefix(MAGIC).rstrip(b"\0"))["source"])
+                    source = Source(**_header(line)["source"])
                     current = source.is_current() and source.name == path.name
                 except (ValueError, KeyError, TypeError):
                     current = False

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from octavo.config.types import CpuActivations
-from octavo.ops.cpu.abi import KINDS, READ_AS, SOURCES, Engine, describe_linear, loaded
+from octavo.ops.cpu.abi import KINDS, READ_AS, SOURCES, Engine, address, describe_linear, loaded
+from octavo.ops.cpu.pages import fresh_bytes
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight
+
+if TYPE_CHECKING:
+    import torch
 
 
 def packed_bytes(rows: EncodedRows) -> int:
@@ -29,23 +33,18 @@ def pack_rows(rows: EncodedRows, place: npt.NDArray[np.uint8] | None = None) -> 
     count, columns = rows.shape
     library = loaded()
     if place is None:
-        # On a cache line: panels of every kind but q8 then start on one too.
-        nbytes = packed_bytes(rows)
-        whole = torch.empty(nbytes + 64, dtype=torch.uint8)
-        packed = whole[-whole.data_ptr() % 64 :][:nbytes]
-    else:
-        packed = torch.from_numpy(place)
+        place = fresh_bytes(packed_bytes(rows))
     order = None if rows.order is None else np.ascontiguousarray(rows.order, np.int64)
-    library.octavo_pack(
+    finite = library.octavo_pack(
         source,
         rows.data.ctypes.data_as(ctypes.c_void_p),
         rows.data.shape[1],
         None if order is None else order.ctypes.data_as(ctypes.c_void_p),
         count,
         columns,
-        packed.data_ptr(),
+        address(place),
     )
-    return Panels(kind, count, packed)
+    return Panels(kind, count, place, bool(finite))
 
 
 def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, *, activations: CpuActivations) -> torch.Tensor:
@@ -58,8 +57,10 @@ def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Ten
     Returns:
         [tokens, out_features] float32
     """
+    import torch
+
     out = torch.empty(x.shape[0], weight.out_features)
-    described = describe_linear(weight, bias)
+    described = describe_linear(weight, None if bias is None else bias.numpy())
     loaded().octavo_linear(
         engine.handle, ctypes.byref(described), x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), out.stride(0), READ_AS[activations]
     )
@@ -68,6 +69,8 @@ def linear(engine: Engine, x: torch.Tensor, weight: PanelWeight, bias: torch.Ten
 
 def embedding(table: PanelWeight, token_ids: torch.Tensor) -> torch.Tensor:
     """Rows of a packed table: [tokens] int64 -> [tokens, in_features] float32."""
+    import torch
+
     out = torch.empty(token_ids.shape[0], table.in_features)
     described = describe_linear(table)
     loaded().octavo_embedding(ctypes.byref(described), token_ids.contiguous().data_ptr(), token_ids.shape[0], out.data_ptr())

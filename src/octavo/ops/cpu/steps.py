@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from octavo.ops.cpu import abi
-from octavo.ops.registry import DrawRows
 from octavo.protocol.step import Int32, StepPlan
 
 
@@ -19,12 +17,12 @@ from octavo.protocol.step import Int32, StepPlan
 class SlotMemory:
     """The tables that a step reads and writes. Fixed addresses: they must outlive the steps."""
 
-    tokens: torch.Tensor
-    """[slots, length] int32: each request's tokens."""
-    blocks: torch.Tensor
-    """[slots, max_blocks] int32: each request's block table; with a second kind of cache, its table beside it."""
-    numbers: torch.Tensor
-    """[slots, >= 4] float32, as `ops.registry.Draw` takes them."""
+    tokens: Int32
+    """[slots, length]: each request's tokens."""
+    blocks: Int32
+    """[slots, max_blocks]: each request's block table; with a second kind of cache, its table beside it."""
+    numbers: npt.NDArray[np.float32]
+    """[slots, >= 4], as `ops.registry.Draw` takes them."""
     block_size: int
     sliding_column: int
     """Where in a row of `blocks` the table of a second kind of cache begins; 0: there is none."""
@@ -45,12 +43,12 @@ class CpuSteps:
         self._library = abi.loaded()
         self._owned = (engine, decoder, caches, memory, owner)
         self._slots = abi.Slots(
-            tokens=memory.tokens.data_ptr(),
-            blocks=memory.blocks.data_ptr(),
-            numbers=memory.numbers.data_ptr(),
-            tokens_stride=memory.tokens.stride(0),
-            blocks_stride=memory.blocks.stride(0),
-            numbers_stride=memory.numbers.stride(0),
+            tokens=abi.address(memory.tokens),
+            blocks=abi.address(memory.blocks),
+            numbers=abi.address(memory.numbers),
+            tokens_stride=memory.tokens.strides[0] // memory.tokens.itemsize,
+            blocks_stride=memory.blocks.strides[0] // memory.blocks.itemsize,
+            numbers_stride=memory.numbers.strides[0] // memory.numbers.itemsize,
             block_size=memory.block_size,
             sliding_column=memory.sliding_column,
         )
@@ -83,33 +81,3 @@ class CpuSteps:
         )
         self._library.octavo_step(*self._fixed, ctypes.byref(described), abi.address(tokens))
         return tokens
-
-
-def draw_tokens(
-    engine: abi.Engine,
-    logits: torch.Tensor,
-    rows: DrawRows,
-    numbers: torch.Tensor,
-    out: torch.Tensor,
-    token_table: torch.Tensor | None = None,
-) -> None:
-    """See `ops.registry.Draw`; rows that are not filtered say so in their modes."""
-    count = min(len(out), int(rows.count[0]))
-    logits, keys = logits.float(), rows.keys.contiguous()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    described = abi.Draw(
-        logits=logits.data_ptr(),
-        stride=logits.stride(0),
-        vocab=logits.shape[1],
-        slots=rows.slots.data_ptr(),
-        modes=rows.modes.data_ptr(),
-        keys=keys.data_ptr(),
-        numbers=numbers.data_ptr(),
-        numbers_stride=numbers.stride(0),
-        rows=count,
-    )
-    abi.loaded().octavo_draw(engine.handle, ctypes.byref(described), out.data_ptr())
-    if token_table is not None:
-        positions = rows.positions[:count].long() + rows.ahead
-        token_table[rows.slots[:count].long(), positions] = out[:count].clamp(min=0).to(token_table.dtype)

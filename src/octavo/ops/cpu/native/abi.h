@@ -1,4 +1,5 @@
-// The C interface of the library: plain structs and functions, called through ctypes. Keep in step with abi.py.
+// The C interface of the library: plain structs and functions, called through ctypes. Keep in step with abi.py
+// (and the number below with config/device.py).
 //
 // Conventions: row-major float32 unless said otherwise; a leading dimension is in elements; a null pointer means "not there".
 // Nothing here throws, and nothing keeps a pointer after the call except an Engine, which keeps its scratch memory.
@@ -6,7 +7,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 4
+#define OCTAVO_ABI 5
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -144,7 +145,8 @@ EXPORT void octavo_engine_free(OctavoEngine*);
 
 EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
 // Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.
-EXPORT void octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
+// Returns 0 where a number, or a scale of numbers, is NaN or infinite; 1 where all are numbers.
+EXPORT int32_t octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
 
 EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
 EXPORT void octavo_embedding(const OctavoLinear*, const int64_t* ids, int64_t tokens, float* out);

@@ -64,7 +64,10 @@ static void pack_q4_pair(const uint8_t* low, const uint8_t* high, uint8_t* group
     }
 }
 
-static void pack_q4(const Rows& rows, int64_t first, int64_t groups, bool has_minimum, uint8_t* panel) {
+static bool finite16(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+static bool pack_q4(const Rows& rows, int64_t first, int64_t groups, bool has_minimum, uint8_t* panel) {
+    bool finite = true;
     const int64_t block = has_minimum ? 20 : 18, nibbles = has_minimum ? 4 : 2;
     for (int lane = 0; lane < PANEL; lane++) {
         const uint8_t* row = rows.at(first + lane);
@@ -73,6 +76,7 @@ static void pack_q4(const Rows& rows, int64_t first, int64_t groups, bool has_mi
             memcpy(&scale, row + g * block, 2);
             if (has_minimum) memcpy(&minimum, row + g * block + 2, 2);
             else minimum = minus_eight_times(scale);
+            finite &= finite16(scale) & finite16(minimum);
             memcpy(panel + g * Q4_GROUP_BYTES + 256 + 2 * lane, &scale, 2);
             memcpy(panel + g * Q4_GROUP_BYTES + 288 + 2 * lane, &minimum, 2);
         }
@@ -82,41 +86,57 @@ static void pack_q4(const Rows& rows, int64_t first, int64_t groups, bool has_mi
         for (int64_t g = 0; g < groups; g++)
             pack_q4_pair(low ? low + g * block + nibbles : nullptr, high ? high + g * block + nibbles : nullptr, panel + g * Q4_GROUP_BYTES + 4 * lane);
     }
+    return finite;
 }
 
-static void pack_q8(const Rows& rows, int64_t first, int64_t groups, uint8_t* panel) {
+static bool pack_q8(const Rows& rows, int64_t first, int64_t groups, uint8_t* panel) {
+    bool finite = true;
     for (int lane = 0; lane < PANEL; lane++) {
         const uint8_t* row = rows.at(first + lane);
         for (int64_t g = 0; row && g < groups; g++) {
             uint8_t* group = panel + g * Q8_GROUP_BYTES;
-            memcpy(group + 512 + 2 * lane, row + g * 34, 2);
+            uint16_t scale;
+            memcpy(&scale, row + g * 34, 2);
+            finite &= finite16(scale);
+            memcpy(group + 512 + 2 * lane, &scale, 2);
             for (int quad = 0; quad < 8; quad++) {
                 const uint32_t four = word(row + g * 34 + 2 + 4 * quad) ^ 0x80808080;
                 memcpy(group + 64 * quad + 4 * lane, &four, 4);
             }
         }
     }
+    return finite;
 }
 
+// `exponent`: the bits that are all set in a NaN or an infinity.
 template <class T>
-static void pack_floats(const Rows& rows, int64_t first, int64_t columns, uint8_t* panel) {
+static bool pack_floats(const Rows& rows, int64_t first, int64_t columns, T exponent, uint8_t* panel) {
+    bool finite = true;
     for (int lane = 0; lane < PANEL; lane++) {
         const uint8_t* row = rows.at(first + lane);
-        for (int64_t k = 0; row && k < columns; k++) memcpy(panel + (k * PANEL + lane) * sizeof(T), row + k * sizeof(T), sizeof(T));
+        for (int64_t k = 0; row && k < columns; k++) {
+            T number;
+            memcpy(&number, row + k * sizeof(T), sizeof(T));
+            finite &= (number & exponent) != exponent;
+            memcpy(panel + (k * PANEL + lane) * sizeof(T), &number, sizeof(T));
+        }
     }
+    return finite;
 }
 
-void octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed) {
+int32_t octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed) {
     const int32_t kind = kind_of(source);
     const int64_t bytes = panel_bytes(kind, columns), groups = ceil_div(columns, GROUP);
     const Rows from = {(const uint8_t*)rows_data, row_bytes, order, rows};
+    bool finite = true;
     for (int64_t first = 0; first < rows; first += PANEL) {
         uint8_t* panel = (uint8_t*)packed + first / PANEL * bytes;
         const bool whole = first + PANEL <= rows && columns % GROUP == 0;
         if (!whole) memset(panel, 0, (size_t)bytes);
-        if (kind == KIND_Q4) pack_q4(from, first, groups, source == SOURCE_Q4_1, panel);
-        else if (kind == KIND_Q8) pack_q8(from, first, groups, panel);
-        else if (kind == KIND_F32) pack_floats<uint32_t>(from, first, columns, panel);
-        else pack_floats<uint16_t>(from, first, columns, panel);
+        if (kind == KIND_Q4) finite &= pack_q4(from, first, groups, source == SOURCE_Q4_1, panel);
+        else if (kind == KIND_Q8) finite &= pack_q8(from, first, groups, panel);
+        else if (kind == KIND_F32) finite &= pack_floats<uint32_t>(from, first, columns, 0x7f800000, panel);
+        else finite &= pack_floats<uint16_t>(from, first, columns, kind == KIND_F16 ? 0x7c00 : 0x7f80, panel);
     }
+    return finite;
 }

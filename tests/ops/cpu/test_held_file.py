@@ -1,0 +1,149 @@
+"""Bytes of a file that stay what they are: shared while they can be, a copy once somebody changes the file, and never SIGBUS."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.ops.cpu.held_file import Region, hold
+
+SIZE = 300_000
+CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(CONTENT.tobytes())
+    return path
+
+
+def leases_work(folder: Path) -> bool:
+    probe = folder / "probe"
+    probe.touch()
+    handle = os.open(probe, os.O_RDONLY)
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def kind_of(region: Region) -> str:
+    """What the system says of its memory: the name of the mapped file, or nothing."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *rest = line.split(maxsplit=5)
+        if int(span.split("-")[0], 16) <= region.address < int(span.split("-")[1], 16):
+            assert "w" not in rights
+            return rest[3].strip() if len(rest) > 3 else ""
+    raise AssertionError("not mapped")
+
+
+def watchers() -> int:
+    gc.collect()
+    return sum(thread.name == "packed weights" for thread in threading.enumerate())
+
+
+def eventually(true: object, wanted: int) -> None:
+    for _ in range(200):
+        if true() == wanted:  # type: ignore[operator]
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{true()} instead of {wanted}")  # type: ignore[operator]
+
+
+CHANGES = {
+    "truncate": "import os, sys; os.truncate(sys.argv[1], 100)",
+    "write over": "import sys; open(sys.argv[1], 'r+b').write(bytes(200_000))",
+    "empty": "import sys; open(sys.argv[1], 'wb')",
+    "remove": "import os, sys; os.unlink(sys.argv[1])",
+    "replace": "import os, sys; open(sys.argv[1] + '.new', 'wb').write(b'other'); os.replace(sys.argv[1] + '.new', sys.argv[1])",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("drafted", [False, True])
+def test_another_process_changes_the_file(path: Path, change: str, drafted: bool) -> None:
+    if not leases_work(path.parent):
+        pytest.skip("this file system has no leases")
+    before = watchers()
+    if drafted:  # as the process that wrote it has it
+        handle = os.open(path, os.O_RDWR)
+        draft = Region.draft(handle, SIZE + 100_000)
+        os.close(handle)
+        region = hold(str(path), SIZE, draft)
+        assert region is draft
+    else:
+        region = hold(str(path), SIZE)
+    other = hold(str(path), SIZE)
+    assert kind_of(region) == kind_of(other) == str(path), "shared"
+    array = region.array()[:SIZE]
+    subprocess.run([sys.executable, "-c", CHANGES[change], path], check=True, timeout=60)
+    assert np.array_equal(array, CONTENT) and np.array_equal(other.array(), CONTENT)
+    in_place = change in ("truncate", "write over", "empty")
+    assert (kind_of(region) == "") == in_place
+    del region, other
+    if drafted:
+        del draft
+    assert np.array_equal(array, CONTENT), "an array keeps its pages"
+    del array
+    eventually(watchers, before)
+
+
+def test_what_cannot_be_leased_is_private_from_the_start(path: Path) -> None:
+    """As another user's file, a file system without leases, or a file that somebody is writing."""
+    with path.open("r+b") as writer:
+        region = hold(str(path), SIZE)
+        assert kind_of(region) == ""
+        writer.write(bytes(SIZE))
+        writer.truncate(10)
+        writer.flush()
+        assert np.array_equal(region.array(), CONTENT)
+
+
+def test_readers_see_no_moment_without_the_bytes(path: Path) -> None:
+    """Threads read all the time, while the mapped file gives way to the copy."""
+    region = hold(str(path), SIZE)
+    array, wrong, done = region.array(), [], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            if not np.array_equal(array, CONTENT):
+                wrong.append(True)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    os.truncate(path, 5)
+    time.sleep(0.05)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1, SIZE + 100_000])
+def test_another_size_than_it_should_have(path: Path, size: int) -> None:
+    before, handles = watchers(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="not as long"):
+        hold(str(path), size)
+    with path.open("r+b"), pytest.raises(ValueError, match="not as long"):
+        hold(str(path), size)
+    eventually(watchers, before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")), handles)
+
+
+def test_a_file_that_is_not_there(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        hold(str(path) + "x", SIZE)

@@ -1,0 +1,97 @@
+"""Whether there are compiled CPU kernels, what they run at and why, and how many threads are too many. The library is a stand-in."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.cli.doctor import check_cpu_kernels
+from octavo.config import device
+from octavo.ops.cpu import abi
+
+ALL = "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni"
+
+
+class Library:
+    def __init__(self, interface: int, level: int) -> None:
+        self.octavo_abi = lambda: interface
+        self.octavo_level = lambda: level
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(library: Library | None, flags: str = "", processor: str = "x86_64") -> None:
+        def load(path: str | None) -> Library:
+            if library is None:
+                raise OSError("wrong ELF class")
+            return library
+
+        monkeypatch.setattr(device, "_native_files", lambda: [Path("_native.so")])
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        monkeypatch.setattr(device, "_cpu_flags", lambda: set(flags.split()))
+        monkeypatch.setattr(device.platform, "machine", lambda: processor)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("level", "flags", "processor", "said", "status"),
+    [
+        (2, ALL, "x86_64", r"AVX-512 VNNI \(the best there are for it\)", "ok"),
+        (1, "avx2 fma f16c avx512f", "x86_64", r"AVX2 \(this processor, .* lacks avx512_vnni, avx512bw, avx512dq, avx512vl\)", "ok"),
+        (1, ALL, "x86_64", r"AVX2 \(this processor has AVX-512 VNNI, but the compiler", "warn"),
+        (0, "fma", "x86_64", r"portable \(this processor, .* lacks avx2, f16c\)", "ok"),
+        (0, ALL, "x86_64", r"portable \(this processor has AVX-512 VNNI, but", "warn"),
+        (3, "", "aarch64", r"NEON dot product \(the best", "ok"),
+        (0, "", "aarch64", r"portable \(this processor has no dot product", "ok"),
+    ],
+)
+def test_the_doctor_names_the_level_and_why(machine: Any, level: int, flags: str, processor: str, said: str, status: str) -> None:
+    machine(Library(device.NATIVE_ABI, level), flags, processor)
+    check = check_cpu_kernels()
+    assert check.status == status
+    assert bool(check.advice) == (status == "warn")
+    assert re.search(said, check.found), check.found
+
+
+def test_the_doctor_says_what_to_do_where_they_are_missing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(None)
+    check = check_cpu_kernels()
+    assert check.status == "warn"
+    assert "_native.so cannot be loaded (wrong ELF class)" in check.found
+    assert "C++ compiler" in check.advice and "reinstall" in check.advice
+    machine(Library(device.NATIVE_ABI - 1, 2), ALL)
+    assert "was built for another version of Octavo" in check_cpu_kernels().found
+    monkeypatch.setattr(device, "_native_files", list)
+    assert "they were not built" in check_cpu_kernels().found
+
+
+def test_a_library_of_another_version_is_none(machine: Any) -> None:
+    machine(Library(device.NATIVE_ABI + 1, 2), ALL)
+    assert device.native_kernels_path() is None
+    assert device.detect_device("cpu").native_kernels is False
+    assert device.native_kernels_level() is None
+
+
+@pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+def test_levels_have_the_same_numbers_everywhere() -> None:
+    assert len(device._LEVELS) == len(abi.LEVELS)
+    found = device.native_kernels_level()
+    assert found is not None
+    assert found.name.lower().replace("-", "").startswith(abi.LEVELS[abi.loaded().octavo_level()])
+
+
+def test_more_threads_than_cores_are_warned_of_with_both_numbers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "usable_cores", lambda: 3)
+    caplog.set_level(logging.WARNING)
+    assert device.detect_device("cpu", 3).threads == 3
+    assert device.detect_device("cpu").threads == 3
+    assert not caplog.records
+    assert device.detect_device("cpu", 64).threads == 64
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "--threads 64" in line and "may use 3 cores" in line and "at most 3" in line
