@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.grammar.depth import depth_problem
-from octavo.grammar.library import llguidance
-from octavo.grammar.source import limits, one_line
+from octavo.grammar.effort import FULL, Effort
+from octavo.grammar.library import llguidance, one_line
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
@@ -200,9 +200,9 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
     return library.LLTokenizer(wrapped, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos), slices=list(SLICES))
 
 
-def fresh_matcher(tokenizer: Any, source: str) -> Any:
+def fresh_matcher(tokenizer: Any, source: str, effort: Effort = FULL) -> Any:
     """The engine's matcher for a grammar. To be called on a deep stack."""
-    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits())
 
 
 def _compile(tokenizer: Future[Any], source: str) -> Any:

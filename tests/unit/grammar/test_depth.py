@@ -95,7 +95,7 @@ def test_a_grammar_of_too_many_rules_is_refused(write: Callable[[int], str]) -> 
 
 def test_schemas_inside_grammars() -> None:
     text = f"start: a\na: {inline_json(chain(LINKS['anyOf'], 4000), json_options())}"
-    with pytest.raises(InvalidRequest, match=r"the JSON schema in line 2, at \$\.\$defs\.d0: .*levels"):
+    with pytest.raises(InvalidRequest, match=r"line 2: the JSON schema cannot be used: at \$\.\$defs\.d0: .*levels"):
         grammar_source(StructuredOutputsParams(grammar=text))
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": chain(LINKS["allOf"], 4000)}}
     with pytest.raises(InvalidRequest, match=r"format\.json_schema: .* at \$\.\$defs\.d0: .*levels"):
