@@ -20,6 +20,7 @@ from octavo.protocol.engine import Vocabulary
 
 MAX_STEPS = 64
 """Places that are looked at; a mask each."""
+TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."
 MAX_CHOICES = 24
 """With more tokens to choose from, one of them is taken to lead on."""
 
@@ -39,7 +40,7 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary, effort: Effor
     seen: set[Any] = set()
     for _ in range(MAX_STEPS):
         if not places:
-            return "no text can match it."
+            break
         matcher, text = places.pop()
         if not matcher.is_error():
             if matcher.is_accepting():
@@ -48,7 +49,7 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary, effort: Effor
         if matcher.is_error():
             if runs_dead(str(matcher.get_error())):
                 continue
-            return "" if places else "it is too complex. Use a simpler one, with smaller repetitions."
+            return TOO_COMPLEX  # there may be other ways, but a model that took this one would get no further
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
         if len(allowed) > MAX_CHOICES:
             return ""

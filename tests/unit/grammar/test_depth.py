@@ -100,7 +100,10 @@ def test_schemas_inside_grammars() -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": chain(LINKS["allOf"], 4000)}}
     with pytest.raises(InvalidRequest, match=r"format\.json_schema: .* at \$\.\$defs\.d0: .*levels"):
         grammar_source(StructuredOutputsParams(structural_tag=tag))
-    wide = {"properties": {f"p{i}": {"type": "string", "enum": ["a(", "b["]} for i in range(1900)}}
+    wide = {
+        "properties": {f"p{i}": {"type": "string", "enum": ["a(", "b["]} for i in range(1900)},
+        "required": [f"p{i}" for i in range(1900)],
+    }
     assert not depth_problem(json.dumps({"grammars": [{"lark_grammar": f"start: a\na: {inline_json(wide, {})}"}]}))
 
 
