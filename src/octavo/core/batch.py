@@ -53,6 +53,8 @@ class Batch:
         self.reports: Bool = np.zeros(max_seqs, np.bool_)
         """Wants to know how far its prompt is, and has not delivered a token yet."""
         self.synchronous: Bool = np.zeros(max_seqs, np.bool_)
+        self.slow: Bool = np.zeros(max_seqs, np.bool_)
+        """Its masks are computed beside the steps; it sits out until the next is ready."""
         self.in_flight: Int32 = np.zeros(max_seqs, np.int32)
         """Steps launched and not settled that contain the slot."""
         self.last_step: npt.NDArray[np.int64] = np.full(max_seqs, NO_STEP, np.int64)
@@ -109,6 +111,7 @@ class Batch:
         self.fresh[slot] = not request.delivered
         self.reports[slot] = request.reports and not request.delivered
         self.synchronous[slot] = request.synchronous
+        self.slow[slot] = request.constraint is not None and request.constraint.slow
         self.in_flight[slot] = 0
         self.last_step[slot] = NO_STEP
         self.reserve[slot], self.most[slot] = reserve, most
@@ -122,7 +125,7 @@ class Batch:
             return
         request.slot = -1
         self.requests[slot] = None
-        self.running[slot] = self.live[slot] = self.synchronous[slot] = False
+        self.running[slot] = self.live[slot] = self.synchronous[slot] = self.slow[slot] = False
         self.known[slot] = self.scheduled[slot] = 0
         self._free.append(slot)
         self._left.append(slot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
+from octavo.core.restriction import Restriction
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
@@ -44,11 +47,26 @@ class Constraint:
         matcher: at the beginning of the grammar; None when only the reasoning is limited.
         eos: tokens that end the sequence once the grammar is complete.
         tokens: the texts of all tokens, for reasoning that is marked by text.
+        restriction: what the request forbids besides.
     """
 
-    def __init__(self, spec: OutputConstraint, matcher: Matcher | None, eos: Sequence[int], tokens: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        spec: OutputConstraint,
+        matcher: Matcher | None,
+        eos: Sequence[int],
+        tokens: Sequence[bytes] = (),
+        restriction: Restriction | None = None,
+    ) -> None:
         self._spec = spec
-        self._matcher = matcher
+        self.matcher = matcher
+        self.restriction = restriction
+        self.later: Future[Words] | None = None
+        """The mask of what comes next, when it is computed beside the steps (see `mask_turns`)."""
+        self._debt = 0.0
+        """Seconds that its masks have taken, those before the last counted less and less."""
+        self._late: list[int] = []
+        """Tokens that the matcher has not been told yet."""
         self._eos = frozenset(eos)
         self.finished = False
         """The grammar is complete and an end token came: the sequence ends here, whatever else is wished."""
@@ -83,8 +101,8 @@ class Constraint:
                 return
         if self._phase is Phase.REASONING:
             self._reason(token)
-        elif self._matcher is not None and not self.finished:
-            self._answer(self._matcher, token)
+        elif self.matcher is not None and not self.finished:
+            self._answer(self.matcher, token)
 
     def _reason(self, token: int) -> None:
         self._reasoned += 1
@@ -127,6 +145,8 @@ class Constraint:
     def _answer(self, matcher: Matcher, token: int) -> None:
         if token in self._eos and matcher.complete:
             self.finished = True
+        elif self.slow:
+            self._late.append(token)  # this too may take long
         elif not matcher.accept(token):
             raise GrammarError(f"{self._spec.field}: the grammar could not follow the output: {matcher.problem() or 'an unexpected token'}")
 
@@ -136,23 +156,56 @@ class Constraint:
             words[:] = 0
             _allow(words, self._forced[0])
             return None
-        if self._phase is Phase.REASONING or self._matcher is None:
+        if self._phase is Phase.REASONING or self.matcher is None:
             words[:] = -1
             return None
         if self._phase is Phase.UNDECIDED:
-            self._matcher.fill(words)
+            self.matcher.fill(words)
             _allow(words, self._spec.reasoning_start_ids[0])
             return None
-        return self._matcher
+        return self.matcher
+
+    @property
+    def slow(self) -> bool:
+        """Its masks take so long that others should not wait for them."""
+        return self._debt > SLOW_SECONDS
+
+    @property
+    def follows_grammar(self) -> bool:
+        """The grammar alone says what comes next."""
+        return self._phase is Phase.ANSWER and self.matcher is not None and not self._forced
+
+    def catch_up(self) -> None:
+        """Tell the matcher what it has not been told. What it cannot follow is its `problem` then."""
+        if self.matcher is not None and self._late:
+            tokens, self._late = self._late, []
+            for token in tokens:
+                self.matcher.accept(token)
+
+    def fill(self, words: Words) -> float:
+        """Write the grammar's mask, and remember how long that took. Returns the seconds."""
+        assert self.matcher is not None
+        begun = time.perf_counter()
+        self.catch_up()
+        self.matcher.fill(words)
+        seconds = time.perf_counter() - begun
+        self._debt = DECAY * self._debt + seconds
+        return seconds
 
     def problem(self) -> str:
         """Why the last mask is of no use; "" if it is."""
-        problem = "" if self._matcher is None else self._matcher.problem()
+        problem = "" if self.matcher is None else self.matcher.problem()
         if not problem:
             return ""
         if runs_dead(problem):
             return f"{self._spec.field}: the output came to a part of the grammar that no text can match. Take that part out of it."
         return f"{self._spec.field}: the grammar became too complex on the way: {problem}"
+
+    def nothing_left(self) -> str:
+        """What to say where nothing that may come next is allowed by the lists of the request."""
+        fields = " and ".join(self.restriction.fields) if self.restriction is not None else "the request"
+        source = self._spec.field if self.matcher is not None else "thinking_token_budget"
+        return f"{source}: the output came to a place where {fields} forbid every token that may come next. Change one or the other."
 
 
 def _allow(words: Words, token: int) -> None:
@@ -172,6 +225,7 @@ class Constraints:
 
     def __init__(self) -> None:
         self._compiler = GrammarCompiler()
+        self.turns = MaskTurns(self._compiler)
         self._parked: list[tuple[list[Request], Future[Any] | None]] = []
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -181,6 +235,11 @@ class Constraints:
     def num_parked(self) -> int:
         """Sequences that wait for their grammar."""
         return sum(len(siblings) for siblings, _ in self._parked)
+
+    @property
+    def num_waiting(self) -> int:
+        """The same, and those that wait for a mask."""
+        return self.num_parked + self.turns.num_pending
 
     def park(self, siblings: list[Request]) -> None:
         """Siblings with one constraint; `ready` returns them when they can be queued.
@@ -192,7 +251,7 @@ class Constraints:
         assert spec is not None
         if not self._compiler.num_words:
             raise GrammarError("The engine was sent no vocabulary, which constrained output needs.")
-        self._parked.append((siblings, self._compiler.compile(spec.grammar) if spec.grammar else None))
+        self._parked.append((siblings, self._compiler.compile(spec.grammar, spec.cost) if spec.grammar else None))
 
     def ready(self, *, wait: bool) -> list[tuple[list[Request], str]]:
         """Siblings that have their constraints now, each with "" or why they cannot have one.
@@ -217,7 +276,9 @@ class Constraints:
                 spec = request.sampling.constraint
                 assert spec is not None
                 matcher = None if compiled is None else self._compiler.matcher(compiled)
-                request.constraint = Constraint(spec, matcher, self._compiler.eos_token_ids or request.eos_token_ids, self._compiler.tokens)
+                eos = self._compiler.eos_token_ids or request.eos_token_ids
+                restriction = Restriction.of(request.sampling, self._compiler.num_words)
+                request.constraint = Constraint(spec, matcher, eos, self._compiler.tokens, restriction)
                 for token in request.tokens[request.num_prompt :]:  # those that an engine before this one had sent
                     request.constraint.accept(token)
         except GrammarError as error:
@@ -236,19 +297,25 @@ class Constraints:
             The masks, and for rows whose constraint has failed: index -> why. Their masks allow everything.
         """
         words: Int32 = np.empty((len(requests), self._compiler.num_words), np.int32)
-        later: list[tuple[Matcher, int]] = []
+        later: list[tuple[Constraint, int]] = []
         problems: dict[int, str] = {}
         for row, request in enumerate(requests):
             assert request.constraint is not None
-            matcher = request.constraint.mask(words[row])
-            if matcher is not None:
-                later.append((matcher, row))
-        self._compiler.fill(later, words)
+            if request.constraint.mask(words[row]) is not None:
+                later.append((request.constraint, row))
+        self.turns.fill(later, words)
         for row, request in enumerate(requests):
-            if request.constraint is not None and (problem := request.constraint.problem()):
+            constraint = request.constraint
+            assert constraint is not None
+            problem = constraint.problem()
+            if not problem and constraint.restriction is not None:
+                constraint.restriction.narrow(words[row], request.tokens[request.num_prompt :])
+                problem = "" if words[row].any() else constraint.nothing_left()
+            if problem:
                 problems[row] = problem
                 words[row] = -1
         return TokenMasks(slots, words), problems
 
     def close(self) -> None:
+        self.turns.close()
         self._compiler.close()

@@ -13,6 +13,7 @@ from collections import deque
 from octavo.config.types import EngineConfig
 from octavo.core.anteroom import Anteroom, GettingReady, nothing_first
 from octavo.core.batch import Batch
+from octavo.core.constraint import WAIT_SECONDS
 from octavo.core.kv.manager import KVManager
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import WaitingQueue, make_policy
@@ -114,6 +115,8 @@ class EngineCore:
             self._launch(plan, now)
         if self._flights and (plan is None or len(self._flights) > self.inflight):
             deltas += self._settle()
+        elif plan is None:
+            self.life.constraints.turns.wait(WAIT_SECONDS)
         self._watch(plan is not None)
         if self.life.outbox:
             deltas = [*deltas, *self.life.outbox]
@@ -189,7 +192,7 @@ class EngineCore:
 
     def _watch(self, planned: bool) -> None:
         """Work that can never be scheduled would spin for ever: after a few turns, give up the request at its head."""
-        if planned or self._flights or not self.life.num_live or self.life.constraints.num_parked:
+        if planned or self._flights or not self.life.num_live or self.life.constraints.num_waiting:
             self._idle_turns = 0
             return
         self._idle_turns += 1

@@ -165,6 +165,9 @@ class Scheduler:
             ready &= batch.in_flight == 0  # the first stage has to be told the token
         elif in_flight:
             ready &= ~(batch.synchronous & (batch.in_flight > 0))
+        for slot in np.flatnonzero(ready & batch.slow).tolist() if batch.slow.any() else ():
+            constraint = batch.occupant(slot).constraint
+            ready[slot] = constraint is None or self.life.constraints.turns.has(constraint)
         slots = np.flatnonzero(ready)
         if len(slots) > budget:
             oldest = np.argsort(batch.last_step[slots], kind="stable")[:budget]
@@ -487,6 +490,7 @@ class Scheduler:
         """What the constrained rows of the plan may sample. A request whose constraint fails ends with an error."""
         requests = [self.batch.occupant(slot) for slot in slots.tolist()]
         masks, problems = self.life.constraints.masks(slots, requests)
+        self.batch.slow[slots] = [request.constraint is not None and request.constraint.slow for request in requests]
         for row, problem in problems.items():
             self.life.fail(requests[row], problem, param=blamed(requests[row]))
         return masks

@@ -17,6 +17,7 @@ from octavo.core.kv.manager import KVManager
 from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy
 from octavo.core.request import Request, without_prompt_logprobs
+from octavo.core.restriction import nothing_left
 from octavo.protocol.engine import FinishReason, LogprobRow, PromptProgress, TokenDelta
 from octavo.protocol.step import Bool, Int32, StepPlan, StepResult
 
@@ -108,7 +109,8 @@ class Settler:
         for slot, message in result.errors.items():
             request = self.batch.requests[slot] if slot in in_step else None
             if request is not None and self.batch.live[slot]:
-                self.life.fail(request, message)
+                why = nothing_left(request)
+                self.life.fail(request, why or message, param="allowed_token_ids" if why else None)
 
     def _tokens(self, result: StepResult, sampled: Slots) -> tuple[Slots, Int32]:
         """(slots, tokens) of the live rows that got a token. Rows that lack one are dealt with here.

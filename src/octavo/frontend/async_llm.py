@@ -27,6 +27,8 @@ from octavo.frontend.processor import InputProcessor
 from octavo.frontend.prompts import Prompt, parse_prompt
 from octavo.frontend.replicas import make_client
 from octavo.frontend.request_state import RequestState
+from octavo.frontend.structured import wants_first
+from octavo.grammar.check import Checked
 from octavo.protocol.boot import DEFAULT_BUILDER
 from octavo.protocol.engine import EngineReady, EngineStats, Vocabulary
 from octavo.protocol.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -209,6 +211,7 @@ class AsyncLLM:
             self._starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, OctavoError):
                 await self._starting
+        self._processor.grammars.close()
         await self._client.close()
 
     async def __aenter__(self) -> Self:
@@ -260,7 +263,7 @@ class AsyncLLM:
         prompt = await self._tokenize_long(
             prompt, sampling_params, add_special_tokens=add_special_tokens, limit=limit, from_end=truncation_side == "left"
         )
-        await self._prepare_constraint(sampling_params)
+        grammar = await self._prepare_constraint(sampling_params, fair_key)
         if sampling_params.bad_words and self._tokenizer is not None:
             await asyncio.to_thread(self._processor.bad_words, sampling_params.bad_words)
         prepared = self._processor.prepare(
@@ -276,6 +279,7 @@ class AsyncLLM:
             lora_request=lora_request,
             arrival_time=arrival,
             report_progress=report_progress,
+            grammar=grammar,
         )
         self._check_unused(request_id)  # somebody may have taken it while we were away
         news = asyncio.Event()
@@ -416,30 +420,35 @@ class AsyncLLM:
         ids = await asyncio.to_thread(self._processor.token_ids, parsed, add_special_tokens, limit, from_end=from_end)
         return {"prompt": parsed.text, "prompt_token_ids": ids, "cache_salt": parsed.cache_salt}
 
-    async def check_structured_outputs(self, params: StructuredOutputsParams) -> None:
+    async def check_structured_outputs(self, params: StructuredOutputsParams, client: str = "") -> None:
         """Check a grammar or schema without waiting for it on the event loop; requests with it then pass at once.
+
+        Args:
+            client: who asks; where many wait, clients take turns.
 
         Raises:
             InvalidRequest: it cannot be used; for a schema the message has the path.
             NotYet: the grammar engine is not installed.
+            Overloaded: too many wait.
         """
-        await self._processor.grammars.prepare(params)
+        await self._processor.grammars.prepare(params, client)
 
-    async def check_tool_parameters(self, functions: Sequence[Mapping[str, Any]]) -> None:
+    async def check_tool_parameters(self, functions: Sequence[Mapping[str, Any]], client: str = "") -> None:
         """Check the "function" objects of tools; see `GrammarDoor.prepare_parameters`."""
-        await self._processor.grammars.prepare_parameters(functions)
+        await self._processor.grammars.prepare_parameters(functions, client)
 
-    async def _prepare_constraint(self, params: SamplingParams) -> None:
-        """Do in threads what a constrained request needs and what takes long the first time."""
-        wish = params.structured_outputs
+    async def _prepare_constraint(self, params: SamplingParams, client: str) -> Checked | None:
+        """Do elsewhere what a constrained request needs and what takes long the first time. Returns what is known of its grammar."""
+        wish, grammar = params.structured_outputs, None
         if wish is None and params.thinking_token_budget is None:
-            return
+            return None
         if isinstance(wish, StructuredOutputsParams):
-            await self._processor.grammars.prepare(wish)
+            grammar = await self._processor.grammars.prepare(wish, client, first=wants_first(params))
         if self._tokenizer is not None:
             if self._vocabulary_task is None:
                 self._vocabulary_task = asyncio.ensure_future(asyncio.to_thread(self._processor.vocabulary))
             await asyncio.shield(self._vocabulary_task)
+        return grammar
 
     def _abort_state(self, state: RequestState) -> None:
         if not state.finished:

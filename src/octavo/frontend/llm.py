@@ -411,6 +411,7 @@ class LLM:
         """Free the model's memory. Calling it again does nothing."""
         client, self._client = self._client, None
         if client is not None:
+            self._processor.grammars.close()
             client.close()
             del client
             gc.collect()  # the model's tensors sit in reference cycles: without this they would linger

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import numpy as np
+
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest, NotYet
 from octavo.frontend.prompts import ParsedPrompt, Prompt, parse_prompt
-from octavo.frontend.structured import GrammarDoor, constraint_of, engine_vocabulary
+from octavo.frontend.structured import GrammarDoor, constraint_of, engine_vocabulary, wants_first
+from octavo.grammar.check import Checked
 from octavo.protocol.engine import NewRequest, Vocabulary
 from octavo.protocol.params import NOT_YET, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -92,8 +95,12 @@ class InputProcessor:
         lora_request: Any = None,
         arrival_time: float | None = None,
         report_progress: bool = False,
+        grammar: Checked | None = None,
     ) -> Prepared:
         """Check and resolve one request. `params` is not changed.
+
+        Args:
+            grammar: what `GrammarDoor` found of `params.structured_outputs`, where it was asked already.
 
         Raises:
             InvalidRequest: with `param` naming what is wrong.
@@ -101,7 +108,7 @@ class InputProcessor:
         """
         parsed = parse_prompt(prompt)
         check_generates(self._config)
-        sampling = self.check_sampling(params)
+        sampling = self.check_sampling(params, grammar)
         _check_names(request_id, priority)
         if lora_request is not None:
             raise NotYet("lora_request: Octavo does not do LoRA adapters yet. Leave it out.")
@@ -139,8 +146,11 @@ class InputProcessor:
         """A name that was never used before: tokens still on their way for an ended request cannot reach a namesake."""
         return f"{request_id}#{next(self._serial)}"
 
-    def check_sampling(self, params: SamplingParams) -> SamplingParams:
+    def check_sampling(self, params: SamplingParams, grammar: Checked | None = None) -> SamplingParams:
         """A copy of `params`, checked against the model, with bad words as token ids.
+
+        Args:
+            grammar: see `prepare`.
 
         Raises:
             InvalidRequest, NotYet: see `prepare`.
@@ -154,7 +164,7 @@ class InputProcessor:
             raise InvalidRequest(
                 f"output_kind must be CUMULATIVE, DELTA or FINAL_ONLY, got {sampling.output_kind!r}.", param="output_kind"
             ) from None
-        self._constrain(sampling)
+        first = self._constrain(sampling, grammar)
         for name in NOT_YET:
             if getattr(sampling, name):
                 raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.")
@@ -180,18 +190,23 @@ class InputProcessor:
             sampling.detokenize = False
         elif sampling.bad_words:
             sampling.bad_words_token_ids = self.bad_words(sampling.bad_words)
-        self._check_something_is_allowed(sampling)
+        self._check_something_is_allowed(sampling, first)
         return sampling
 
-    def _constrain(self, sampling: SamplingParams) -> None:
+    def _constrain(self, sampling: SamplingParams, grammar: Checked | None) -> bytes | None:
+        """Give `sampling` its constraint. Returns a bit for each token that the output may begin with, where that was looked at."""
         wish = sampling.structured_outputs
         if wish is not None and not isinstance(wish, StructuredOutputsParams):
             raise InvalidRequest(
                 f"structured_outputs must be StructuredOutputsParams, got {type(wish).__name__}.", param="structured_outputs"
             )
-        sampling.constraint = constraint_of(sampling, self.grammars)
+        if wish is None:
+            grammar = None
+        elif grammar is None:
+            grammar = self.grammars.check(wish, first=wants_first(sampling))
+        sampling.constraint = constraint_of(sampling, grammar)
         if sampling.constraint is None:
-            return
+            return None
         if self._tokenizer is None:
             raise InvalidRequest(
                 "structured_outputs needs a tokenizer, and this engine runs with skip_tokenizer_init.", param="structured_outputs"
@@ -201,6 +216,8 @@ class InputProcessor:
                 "structured_outputs needs a model with a token that ends the output; this one names none.", param="structured_outputs"
             )
         sampling.structured_outputs = None  # the constraint says it all
+        reasons = sampling.constraint.reasoning_end_ids or sampling.constraint.reasoning_end
+        return None if grammar is None or reasons else grammar.first
 
     def vocabulary(self) -> Vocabulary:
         """What the engine must know before it gets a constrained request; made once."""
@@ -209,11 +226,23 @@ class InputProcessor:
             self._vocabulary = engine_vocabulary(self._tokenizer, self._model.vocab_size, self._model.eos_token_ids)
         return self._vocabulary
 
-    def _check_something_is_allowed(self, sampling: SamplingParams) -> None:
-        """Refuse parameters that together forbid every token: there would be nothing to sample from."""
+    def _check_something_is_allowed(self, sampling: SamplingParams, first: bytes | None) -> None:
+        """Refuse parameters that together forbid every token: there would be nothing to sample from.
+
+        Args:
+            first: a bit for each token that the output may begin with, if a grammar says so.
+        """
+        bad = {ids[0] for ids in sampling.bad_words_token_ids or () if len(ids) == 1}
+        if first:
+            beginnings = set(np.flatnonzero(np.unpackbits(np.frombuffer(first, np.uint8), bitorder="little")).tolist())
+            wanted = beginnings if sampling.allowed_token_ids is None else beginnings & set(sampling.allowed_token_ids)
+            if not wanted - bad:
+                name = "bad_words" if wanted else "allowed_token_ids"
+                rest = "forbids every token" if wanted else "allows none of the tokens"
+                assert sampling.constraint is not None
+                raise InvalidRequest(f"{name} {rest} that {sampling.constraint.field} begins with: no token is left.", param=name)
         if sampling.allowed_token_ids is None:
             return
-        bad = {ids[0] for ids in sampling.bad_words_token_ids or () if len(ids) == 1}
         left = set(sampling.allowed_token_ids) - bad
         if not left:
             raise InvalidRequest("bad_words forbids every one of allowed_token_ids: no token is left.", param="bad_words")

@@ -1,36 +1,44 @@
 """Structured output at the door: from what a request asks for to the constraint that the core enforces.
 
-Grammars are checked here, with a time limit where an event loop must not wait, and remembered, so that the second request with a
-schema pays nothing.
+Grammars are checked here and remembered, so that the second request with one pays nothing. Those known to be cheap are checked in a
+thread, all others in a process that is ended when it is late (`frontend.jobs`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.grammar.compiler import engine_tokenizer
-from octavo.grammar.json_schema import Path, failing_path, pointer
-from octavo.grammar.lark import json_options
-from octavo.grammar.reach import emptiness, other_than_blanks
-from octavo.grammar.source import grammar_source, json_source, parsed_schema
+from octavo.frontend.jobs.pool import STOPPED, JobPool
+from octavo.frontend.jobs.process import Room
+from octavo.grammar.check import Checked, Checker, CheckJob, CheckReply, check_parameters, job_text
+from octavo.grammar.effort import QUICK, NeedsMore, cheap
+from octavo.grammar.library import llguidance
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from octavo.frontend.text.tokenizer import Tokenizer
 
-TIME_LIMIT = 10.0
-"""Seconds that the check of one grammar may take. The engine's own limits stop it after about one; a busy machine is slower."""
+ROOM = Room(
+    name="grammars of requests",
+    module="octavo.frontend.grammar_worker",
+    seconds=5.0,  # the engine's own limits stop most after one or two
+    memory=1 << 30,  # of addresses: a quarter is the stack of `octavo.grammar.stack`
+)
 MAX_REMEMBERED = 512
-CHECK_THREADS = 2
+MAX_REMEMBERED_BYTES = 1 << 26
+QUICK_THREADS = 2
+
+_Found = Checked | InvalidRequest
 
 
 class GrammarDoor:
@@ -43,140 +51,204 @@ class GrammarDoor:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary] | None = None) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer: tuple[Any, Vocabulary] | None = None
-        self._tokenizer_lock = threading.Lock()
-        self._known: OrderedDict[bytes, str | OctavoError] = OrderedDict()
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._checker: Checker | None = None
+        self._checker_lock = threading.Lock()
+        self._known = _Memory()
+        self._threads: ThreadPoolExecutor | None = None
+        self.pool = JobPool(ROOM, self._setup)
 
-    def source(self, wish: StructuredOutputsParams) -> str:
-        """The grammar of `wish`; takes as long as checking it takes.
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # Wishes
+
+    def check(self, wish: StructuredOutputsParams, *, first: bool = False) -> Checked:
+        """What there is to know of `wish`; takes as long as checking it takes.
+
+        Args:
+            first: also which tokens it may begin with.
 
         Raises:
-            InvalidRequest: it cannot be used; for a schema the message has the path.
+            InvalidRequest: it cannot be used; for a schema the message has the path. Or the check took too long.
             NotYet: the grammar engine is not installed.
         """
-        key = _key(wish)
-        with self._lock:
-            found = self._known.get(key)
-            if found is not None:
-                self._known.move_to_end(key)
-        if found is None:
-            try:
-                found = grammar_source(wish)
-                self._check_reach(wish, found)
-            except InvalidRequest as error:
-                found = error
-            with self._lock:
-                self._known[key] = found
-                while len(self._known) > MAX_REMEMBERED:
-                    self._known.popitem(last=False)
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(str(found), param=found.param, code=found.code)
-        assert isinstance(found, str)
-        return found
+        key = _key(wish, first)
+        if (found := self._known.get(key)) is None:
+            found = self._quick(wish, first)
+            if found is None:
+                found = _verdict(_work(lambda: self.pool.submit("", _job(wish, first)).result(), WISH))
+            self._known.put(key, found)
+        return _checked(found)
 
-    def _check_reach(self, wish: StructuredOutputsParams, source: str) -> None:
-        """Follow the grammar from its beginning, as the engine core will."""
-        if self._vocabulary is None:
-            return
-        with self._tokenizer_lock:
-            if self._tokenizer is None:
-                vocabulary = self._vocabulary()
-                self._tokenizer = engine_tokenizer(vocabulary), vocabulary
-        if wish.whitespace_pattern is not None and not emptiness(other_than_blanks(wish.whitespace_pattern), *self._tokenizer):
-            raise InvalidRequest(
-                "structured_outputs.whitespace_pattern must match nothing but what JSON allows between its tokens: spaces, tabs and line "
-                r"breaks, as in [ \t\n\r]*.",
-                param="structured_outputs",
-            )
-        if wish.json is not None and not wish.disable_any_whitespace:
-            # Blanks only hide a dead end: they are always allowed, so that it takes long to run out of them.
-            source = grammar_source(msgspec.structs.replace(wish, disable_any_whitespace=True, whitespace_pattern=None))
-        problem = emptiness(source, *self._tokenizer)
-        if problem:
-            kind = next(
-                name for name in ("json_object", "json", "regex", "choice", "grammar", "structural_tag") if getattr(wish, name) is not None
-            )
-            what = "structured_outputs: the JSON schema" if kind.startswith("json") else f"structured_outputs.{kind}"
-            if wish.json is not None:
-                place, problem = self._place(wish, problem)
-                problem = f"at {pointer(place)}: {problem}"
-            raise InvalidRequest(f"{what} cannot be used: {problem}", param="structured_outputs")
+    async def prepare(self, wish: StructuredOutputsParams, client: str = "", *, first: bool = False) -> Checked:
+        """`check` without waiting for it on the event loop.
 
-    def _place(self, wish: StructuredOutputsParams, problem: str) -> tuple[Path, str]:
-        """The part of a schema that is to blame for what `emptiness` says of the whole."""
-        schema = parsed_schema(wish.json, "structured_outputs")
-        assert self._tokenizer is not None
-        tokenizer, vocabulary = self._tokenizer
-
-        def problem_of(part: Any) -> str:
-            if not isinstance(part, dict):
-                return ""
-            try:
-                return emptiness(json_source(part, json_options(compact=True), "structured_outputs"), tokenizer, vocabulary)
-            except InvalidRequest:  # it cannot stand alone
-                return ""
-
-        return failing_path(schema, problem, problem_of)
-
-    async def prepare(self, wish: StructuredOutputsParams) -> None:
-        """Check `wish` in a thread, so that `source` answers at once.
+        Args:
+            client: who asks; where many wait, clients take turns.
 
         Raises:
-            InvalidRequest, NotYet: see `source`; or the check took too long.
+            InvalidRequest, NotYet: see `check`.
+            Overloaded: too many wait.
         """
-        await self._in_time(self.source, wish, what="structured_outputs: checking the grammar", param="structured_outputs")
+        key = _key(wish, first)
+        if (found := self._known.get(key)) is None:
+            found = await self._on_thread(self._quick, wish, first)
+            if found is None:
+                found = _verdict(await _work_later(self.pool.ask(client, _job(wish, first)), WISH))
+            self._known.put(key, found)
+        return _checked(found)
 
-    async def prepare_parameters(self, functions: Sequence[Mapping[str, Any]]) -> None:
-        """Check the parameters of tools in a thread: the same whether a reply must call one, may, or is held to the schema.
+    async def prepare_parameters(self, functions: Sequence[Mapping[str, Any]], client: str = "") -> None:
+        """Check the parameters of tools.
 
         Raises:
             InvalidRequest: with the tool and the path in its schema; or the check took too long.
             NotYet: the grammar engine is not installed.
+            Overloaded: too many wait.
         """
-        key = _key([[function.get("parameters"), bool(function.get("strict"))] for function in functions])
-        with self._lock:
-            if self._known.get(key) == "":
-                return
-        await self._in_time(self._check_parameters, functions, what="tools: checking the parameters", param="tools")
-        with self._lock:
-            self._known[key] = ""
+        parts = [{"parameters": function.get("parameters"), "strict": bool(function.get("strict"))} for function in functions]
+        key = _key(parts, False)
+        if (found := self._known.get(key)) is None:
+            if await self._on_thread(_quick_parameters, parts):
+                found = Checked("")
+            else:
+                found = _verdict(await _work_later(self.pool.ask(client, job_text(CheckJob(functions=parts))), PARAMETERS))
+            self._known.put(key, found)
+        _checked(found)
 
-    @staticmethod
-    def _check_parameters(functions: Sequence[Mapping[str, Any]]) -> None:
-        for i, function in enumerate(functions):
-            options = json_options(lenient=not function.get("strict"))
-            try:
-                json_source(function.get("parameters") or {}, options, f"tools[{i}].function.parameters")
-            except InvalidRequest as error:
-                raise InvalidRequest(str(error), param="tools") from None
+    async def _on_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(QUICK_THREADS, thread_name_prefix="octavo-schema")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    async def _in_time(self, check: Callable[[Any], object], subject: object, *, what: str, param: str) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="octavo-schema")
-        loop = asyncio.get_running_loop()
+    def _quick(self, wish: StructuredOutputsParams, first: bool) -> _Found | None:
+        """The answer, if it can be had at once."""
+        llguidance()
+        if not cheap(wish):
+            return None
+        with self._checker_lock:
+            if self._checker is None:
+                self._checker = Checker(None if self._vocabulary is None else self._vocabulary())
         try:
-            await asyncio.wait_for(loop.run_in_executor(self._pool, check, subject), TIME_LIMIT)
-        except TimeoutError:
-            raise InvalidRequest(f"{what} took longer than {TIME_LIMIT:.0f} seconds. Use a simpler one.", param=param) from None
+            return self._checker.check(wish, QUICK, first=first)
+        except NeedsMore:
+            return None
+        except InvalidRequest as error:
+            return error
+
+    def _setup(self) -> bytes:
+        return msgspec.msgpack.encode(None if self._vocabulary is None else self._vocabulary())
 
 
-def _key(wish: object) -> bytes:
+WISH = "structured_outputs", "structured_outputs: the grammar cannot be used"
+PARAMETERS = "tools", "tools: the parameters cannot be used"
+"""The field, and how a sentence about it begins."""
+
+
+class _Memory:
+    """What was found of wishes, the latest of them."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[bytes, _Found] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> _Found | None:
+        with self._lock:
+            if (found := self._found.get(key)) is not None:
+                self._found.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, found: _Found) -> None:
+        with self._lock:
+            if key in self._found:
+                return
+            self._found[key] = found
+            self._bytes += _size(found)
+            while len(self._found) > MAX_REMEMBERED or self._bytes > MAX_REMEMBERED_BYTES:
+                self._bytes -= _size(self._found.popitem(last=False)[1])
+
+
+def _size(found: _Found) -> int:
+    return len(found.source) + len(found.first or b"") if isinstance(found, Checked) else len(str(found))
+
+
+def _quick_parameters(functions: list[dict[str, Any]]) -> bool:
+    """Whether parameters are known to be fine."""
+    llguidance()
     try:
-        return msgspec.json.encode(wish)
+        check_parameters(functions, QUICK)
+    except (NeedsMore, InvalidRequest):
+        return False
+    return True
+
+
+def _job(wish: StructuredOutputsParams, first: bool) -> bytes:
+    return job_text(CheckJob(wish=wish, first=first))
+
+
+def _work(work: Callable[[], bytes], subject: tuple[str, str]) -> bytes | InvalidRequest:
+    try:
+        return work()
+    except InvalidRequest as error:
+        return _stopped(error, subject)
+
+
+async def _work_later(work: Awaitable[bytes], subject: tuple[str, str]) -> bytes | InvalidRequest:
+    try:
+        return await work
+    except InvalidRequest as error:
+        return _stopped(error, subject)
+
+
+def _stopped(error: InvalidRequest, subject: tuple[str, str]) -> InvalidRequest:
+    param, sentence = subject
+    return (
+        InvalidRequest(f"{sentence}: checking it was stopped, {error}. Use a simpler one.", param=param) if error.code == STOPPED else error
+    )
+
+
+def _verdict(reply: bytes | InvalidRequest) -> _Found:
+    if isinstance(reply, InvalidRequest):
+        return reply
+    said = msgspec.msgpack.decode(reply, type=CheckReply)
+    if said.failure is not None:
+        raise OctavoError(said.failure)
+    if said.error is not None:
+        return InvalidRequest(said.error, param=said.param, code=said.code)
+    return said.checked or Checked("")
+
+
+def _checked(found: _Found) -> Checked:
+    if isinstance(found, InvalidRequest):
+        raise InvalidRequest(str(found), param=found.param, code=found.code)
+    return found
+
+
+def _key(wish: object, first: bool) -> bytes:
+    try:
+        return hashlib.blake2b(msgspec.json.encode([wish, first]), digest_size=24).digest()
     except (TypeError, ValueError, RecursionError) as error:  # a schema that no JSON can hold
         raise InvalidRequest(f"structured_outputs cannot be read: {error}.", param="structured_outputs") from None
 
 
-def constraint_of(sampling: SamplingParams, door: GrammarDoor) -> OutputConstraint | None:
+def wants_first(sampling: SamplingParams) -> bool:
+    """Whether a request forbids tokens by other means than its grammar, so that it must be known what that begins with."""
+    return sampling.structured_outputs is not None and (sampling.allowed_token_ids is not None or bool(sampling.bad_words))
+
+
+def constraint_of(sampling: SamplingParams, grammar: Checked | None) -> OutputConstraint | None:
     """The constraint of a request, or None.
 
     Args:
         sampling: its `constraint`, if there is one, says how the model marks its reasoning.
+        grammar: of its `structured_outputs`.
 
     Raises:
-        InvalidRequest, NotYet: see `GrammarDoor.source`; or a budget without a reasoning to limit.
+        InvalidRequest: a budget without a reasoning to limit.
     """
     wish, budget = sampling.structured_outputs, sampling.thinking_token_budget
     if wish is None and budget is None:
@@ -187,7 +259,9 @@ def constraint_of(sampling: SamplingParams, door: GrammarDoor) -> OutputConstrai
             "thinking_token_budget needs a chat with a model whose reasoning this server recognises (see --reasoning-parser).",
             param="thinking_token_budget",
         )
-    return msgspec.structs.replace(marks, grammar="" if wish is None else door.source(wish), reasoning_budget=budget)
+    if grammar is None:
+        return msgspec.structs.replace(marks, grammar="", reasoning_budget=budget)
+    return msgspec.structs.replace(marks, grammar=grammar.source, cost=grammar.cost, reasoning_budget=budget)
 
 
 def engine_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:

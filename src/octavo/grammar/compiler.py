@@ -1,7 +1,8 @@
 """Grammars over one vocabulary: compiled in a thread, kept in a cache, copied for each sequence.
 
-Owned by the engine core. A grammar takes about a millisecond to compile, a bad one a second; a copy of a compiled one takes
-microseconds. Compiling releases the interpreter, so steps go on meanwhile.
+Owned by the engine core. A grammar takes about a millisecond to compile, a bad one seconds; a copy of a compiled one takes
+microseconds. Compiling releases the interpreter, so steps go on meanwhile. Those that are known to take long have a thread of their own, so
+that others do not wait for them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.grammar.depth import depth_problem
-from octavo.grammar.library import llguidance
-from octavo.grammar.source import limits, one_line
+from octavo.grammar.effort import FULL, Effort
+from octavo.grammar.library import llguidance, one_line
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_CACHED = 256
+MAX_CACHED_COST = 30_000
+"""Milliseconds that compiling all cached grammars took: what takes long takes memory too."""
+LEAST_COST = 2
+COSTLY = 50
+"""Milliseconds of compiling, from which a grammar must wait for others of its kind."""
 COMPILE_THREADS = 2
+"""Two lanes, for cheap and for costly grammars."""
 PARALLEL_FROM = 4
 """Masks of a step from which on they are computed by several threads."""
 MASK_THREADS = 8
@@ -47,15 +54,17 @@ class GrammarCompiler:
     def __init__(self) -> None:
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._lanes: list[ThreadPoolExecutor] = []
         self._masks: Any = None
-        self._cache: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[Future[Any], int]] = OrderedDict()
+        self._cached_cost = 0
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Must come before the first grammar."""
         self._vocabulary = vocabulary
         self._tokenizer = None
         self._cache.clear()
+        self._cached_cost = 0
 
     @property
     def num_words(self) -> int:
@@ -71,22 +80,27 @@ class GrammarCompiler:
     def eos_token_ids(self) -> list[int]:
         return [] if self._vocabulary is None else self._vocabulary.eos
 
-    def compile(self, source: str) -> Future[Any]:
-        """The grammar compiled, soon; ask `matcher` once it is done. Grammars in use or used lately are not compiled again."""
+    def compile(self, source: str, cost: int = 0) -> Future[Any]:
+        """The grammar compiled, soon; ask `matcher` once it is done. Grammars in use or used lately are not compiled again.
+
+        Args:
+            cost: milliseconds that it is known to take.
+        """
         assert self._vocabulary is not None
         known = self._cache.get(source)
         if known is not None:
             self._cache.move_to_end(source)
-            return known
-        if self._pool is None:
-            # One thread builds the tokenizer: the first task of the queue.
-            self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="octavo-grammar")
+            return known[0]
+        if not self._lanes:
+            self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar") for _ in range(COMPILE_THREADS)]
+        cheap, costly = self._lanes
         if self._tokenizer is None:
-            self._tokenizer = self._pool.submit(engine_tokenizer, self._vocabulary)
-        future = self._pool.submit(_compile, self._tokenizer, source)
-        self._cache[source] = future
-        while len(self._cache) > MAX_CACHED:
-            self._cache.popitem(last=False)
+            self._tokenizer = cheap.submit(engine_tokenizer, self._vocabulary)
+        future = (costly if cost >= COSTLY else cheap).submit(_compile, self._tokenizer, source)
+        self._cache[source] = future, max(cost, LEAST_COST)
+        self._cached_cost += max(cost, LEAST_COST)
+        while len(self._cache) > MAX_CACHED or (self._cached_cost > MAX_CACHED_COST and len(self._cache) > 1):
+            self._cached_cost -= self._cache.popitem(last=False)[1][1]
         return future
 
     @staticmethod
@@ -114,9 +128,9 @@ class GrammarCompiler:
         self._masks.unsafe_compute_mask_ptr(inner, words.ctypes.data, words.shape[1] * 4, words.shape[0])
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        for lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
+        self._lanes = []
 
 
 class Matcher:
@@ -200,9 +214,9 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
     return library.LLTokenizer(wrapped, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos), slices=list(SLICES))
 
 
-def fresh_matcher(tokenizer: Any, source: str) -> Any:
+def fresh_matcher(tokenizer: Any, source: str, effort: Effort = FULL) -> Any:
     """The engine's matcher for a grammar. To be called on a deep stack."""
-    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits())
 
 
 def _compile(tokenizer: Future[Any], source: str) -> Any:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from octavo.grammar.json_schema import Path, followed, pointer, subschemas, too_large
+from octavo.grammar.rules import parts_of
 
 MAX_LEVELS = 1000
 """Of a schema: schemas inside one another and references, all of those on one way."""
@@ -25,7 +25,6 @@ BRACKETS = 30
 """Most levels of brackets that the engine takes in a rule."""
 
 _DEFINITIONS = ("$defs", "definitions")
-_EMBEDDED = re.compile(r"%json\s*(?=\{)")
 
 
 class _TooIntricate(Exception):
@@ -54,24 +53,11 @@ def depth_problem(source: str) -> str:
 
 def _rules_problem(text: str) -> str:
     """Rules are not told apart from colons in strings: what is counted can only be too much. Embedded schemas are looked at as such."""
-    schemas: list[tuple[int, Any]] = []
-    rest: list[str] = []
-    decoder, at = json.JSONDecoder(), 0
-    while (found := _EMBEDDED.search(text, at)) is not None:
-        try:
-            schema, end = decoder.raw_decode(text, found.end())
-        except (ValueError, RecursionError):
-            rest.append(text[at : found.end()])
-            at = found.end()
-            continue
-        schemas.append((text.count("\n", 0, found.start()) + 1, schema))
-        rest.append(text[at : found.start()])
-        at = end
-    rest.append(text[at:])
-    count = sum(1 + min(part.count("(") + part.count("["), BRACKETS) for part in "".join(rest).split(":"))
+    parts = parts_of(text)
+    count = sum(1 + min(part.count("(") + part.count("["), BRACKETS) for part in parts.rest.split(":"))
     if count > MAX_RULES:
         return f"it has more than {MAX_RULES} rules, brackets counted. Use a simpler one, or a regular expression."
-    for line, schema in schemas:
+    for line, schema in parts.schemas:
         if (large := too_large(schema)) is not None:
             return f"the JSON schema in line {line}, at {pointer(large[0])}: {large[1]}"
         if (deep := too_deep(schema)) is not None:

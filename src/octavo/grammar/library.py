@@ -23,3 +23,8 @@ def llguidance() -> Any:
             f"Structured output (response_format, structured_outputs, tool_choice required or named, strict tools) needs the package "
             f"llguidance, which this server lacks: {INSTALL}."
         ) from None
+
+
+def one_line(message: str) -> str:
+    """The engine draws its errors over several lines, and appends its state."""
+    return " ".join(message.partition("<state>")[0].split())[:400]

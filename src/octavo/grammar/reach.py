@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 
 from octavo.grammar.compiler import fresh_matcher
+from octavo.grammar.effort import FULL, Effort
 from octavo.grammar.library import llguidance
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_STEPS = 64
 """Places that are looked at; a mask each."""
+TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."
 MAX_CHOICES = 24
 """With more tokens to choose from, one of them is taken to lead on."""
 
 
-def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
+def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary, effort: Effort = FULL) -> str:
     """What is wrong with a grammar whose form is fine; "" if nothing is known to be.
 
     Args:
@@ -31,14 +33,14 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
     """
     tokens = vocabulary.tokens
     words = np.zeros(-(-len(tokens) // 32), np.int32)
-    start = on_deep_stack(fresh_matcher, tokenizer, source)
+    start = on_deep_stack(fresh_matcher, tokenizer, source, effort)
     if start.is_error() and (unknown := _unknown_token(str(start.get_error()), len(tokens))):
         return unknown
     places: list[tuple[Any, tuple[int, ...] | bytes]] = [(start, b"")]
     seen: set[Any] = set()
     for _ in range(MAX_STEPS):
         if not places:
-            return "no text can match it."
+            break
         matcher, text = places.pop()
         if not matcher.is_error():
             if matcher.is_accepting():
@@ -47,7 +49,7 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
         if matcher.is_error():
             if runs_dead(str(matcher.get_error())):
                 continue
-            return "" if places else "it is too complex. Use a simpler one, with smaller repetitions."
+            return TOO_COMPLEX  # there may be other ways, but a model that took this one would get no further
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
         if len(allowed) > MAX_CHOICES:
             return ""
@@ -60,6 +62,15 @@ def emptiness(source: str, tokenizer: Any, vocabulary: Vocabulary) -> str:
                 after.consume_token(token)
                 places.append((after, longer))
     return "" if places else "no text can match it."
+
+
+def first_tokens(source: str, tokenizer: Any, vocabulary: Vocabulary) -> bytes:
+    """A bit for each token that a text of a grammar may begin with, lowest first; nothing if the grammar has an error."""
+    words = np.zeros(-(-len(vocabulary.tokens) // 32), np.int32)
+    matcher = on_deep_stack(fresh_matcher, tokenizer, source, FULL)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * 4)
+    return b"" if matcher.is_error() else words.tobytes()
 
 
 _NO_SPECIAL = re.compile(r'unknown special token: "([^"]*)"')

@@ -1,33 +1,35 @@
 """From `StructuredOutputsParams` to the text of a grammar, with every refusal made here, at the door.
 
-Nothing here needs the model: a grammar is checked for form and size by the engine without a vocabulary. The checks are bounded by the
-engine's own fuel (`limits`), which is about a second at most; callers on an event loop run them in a thread.
+Nothing here needs the model: a grammar is checked for form and size by the engine without a vocabulary. `check` says what that may cost,
+and where it is done.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.errors import InvalidRequest
 from octavo.grammar.depth import depth_problem, too_deep
+from octavo.grammar.effort import FULL, MAX_GRAMMAR_SIZE, Effort, NeedsMore, cheap_rules
 from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared, too_large
 from octavo.grammar.lark import choices, inline_json, json_options
-from octavo.grammar.library import llguidance
+from octavo.grammar.library import llguidance, one_line
+from octavo.grammar.rules import in_gbnf, never_ends, parts_of
 from octavo.grammar.stack import on_deep_stack
 from octavo.grammar.structural_tag import structural_tag_grammar
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
-MAX_GRAMMAR_SIZE = 100_000
-"""Symbols of a compiled grammar: 8 for a property, 4 if it is required, 1 for a list or object in an `enum`."""
 TOO_LARGE = f"it is too large: more than {MAX_GRAMMAR_SIZE} symbols as a grammar, about 8 for each property. Use a smaller one."
 MAX_CHOICES = 10_000
+MAX_WHITESPACE_CHARS = 256
 MAX_GBNF_RULES = 1000
 """Converting them takes a time that grows with their square: a second for so many."""
 
 
-def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs") -> str:
+def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs", effort: Effort = FULL) -> str:
     """The grammar that `wish` asks for.
 
     Args:
@@ -35,35 +37,53 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
 
     Raises:
         InvalidRequest: malformed, too large, or not supported; a schema's message has the path of the problem.
+        NeedsMore: under an effort that is not the full one.
         NotYet: the grammar engine is not installed.
     """
+    if len(wish.whitespace_pattern or "") > MAX_WHITESPACE_CHARS:
+        raise InvalidRequest(
+            f"{param}.whitespace_pattern has {len(wish.whitespace_pattern or '')} characters; {MAX_WHITESPACE_CHARS} are allowed.",
+            param=param,
+        )
     options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern)
     if wish.json is not None:
-        return json_source(parsed_schema(wish.json, param), options, param, closed=wish.disable_additional_properties)
+        return json_source(parsed_schema(wish.json, param), options, param, closed=wish.disable_additional_properties, effort=effort)
     if wish.json_object is not None:
         if not wish.json_object:
             raise InvalidRequest(f"{param}.json_object must be true (or left out).", param=param)
-        return json_source({"type": "object"}, options, param)
+        return json_source({"type": "object"}, options, param, effort=effort)
     if wish.regex is not None:
-        return _checked(_text(wish.regex, "regex", param), "regex", param)
+        source = llguidance().LLMatcher.grammar_from_regex(_text(wish.regex, "regex", param))
+        return _checked_source(source, f"{param}.regex", param, effort)
     if wish.choice is not None:
-        return _choice_source(wish.choice, param)
+        return _choice_source(wish.choice, param, effort)
     if wish.grammar is not None:
-        return _grammar(_text(wish.grammar, "grammar", param), param)
+        return _grammar(_text(wish.grammar, "grammar", param), param, effort)
+    if effort.quick:
+        raise NeedsMore
     text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
     what = f"{param}.structural_tag"
     for place, schema in schemas:
         if (large := too_large(schema)) is not None:
             raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
     try:
-        return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param)
+        return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param, effort)
     except InvalidRequest:
-        for place, schema in schemas:  # one of them may be to blame: then it is named, and the place in it
-            try:
-                json_source(schema, options, f"{what}: {place}")
-            except InvalidRequest as blamed:
-                raise InvalidRequest(str(blamed), param=param) from None
+        _blame(schemas, options, what, param)
         raise
+
+
+def _blame(schemas: Sequence[tuple[str, Any]], options: dict[str, Any], what: str, param: str) -> None:
+    """Say which of the schemas in a grammar is at fault, and where in it, if one is.
+
+    Args:
+        schemas: each with its place.
+    """
+    for place, schema in schemas:
+        try:
+            json_source(schema, options, f"{what}: {place}")
+        except InvalidRequest as blamed:
+            raise InvalidRequest(str(blamed), param=param) from None
 
 
 def parsed_schema(schema: Any, param: str) -> Any:
@@ -86,11 +106,12 @@ def parsed_schema(schema: Any, param: str) -> Any:
     return schema
 
 
-def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: bool = False) -> str:
+def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: bool = False, effort: Effort = FULL) -> str:
     """The grammar of the JSON texts that a schema allows.
 
     Raises:
         InvalidRequest: with the path in the schema.
+        NeedsMore: under an effort that is not the full one.
     """
     matcher = llguidance().LLMatcher
     schema = {} if schema is True else schema
@@ -103,7 +124,7 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
 
     def problem_of(part: Any) -> str:
         try:
-            return _problem(source(part)) if isinstance(part, dict) else ""
+            return _problem(source(part), FULL) if isinstance(part, dict) else ""
         except (ValueError, RecursionError) as e:
             return str(e)
 
@@ -118,7 +139,7 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     if (deep := too_deep(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
     check_ends(schema, param)
-    if problem := _problem(text):
+    if problem := _problem(text, effort):
         path: Path = ()
         if problem != TOO_LARGE:
             path, problem = failing_path(schema, problem, problem_of)
@@ -148,18 +169,22 @@ def check_lenient(schema: Any, param: str) -> None:
     json_source(schema, json_options(lenient=True), param)
 
 
-def _choice_source(choice: Any, param: str) -> str:
+def _choice_source(choice: Any, param: str, effort: Effort) -> str:
     if not isinstance(choice, list | tuple) or not choice or not all(isinstance(c, str) and c for c in choice):
         raise InvalidRequest(f"{param}.choice must be a non-empty list of non-empty strings.", param=param)
     if len(choice) > MAX_CHOICES:
         raise InvalidRequest(f"{param}.choice has {len(choice)} entries; {MAX_CHOICES} are allowed.", param=param)
-    return _checked_source(llguidance().LLMatcher.grammar_from_lark(choices(choice)), f"{param}.choice", param)
+    if (chars := sum(map(len, choice))) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{param}.choice has {chars} characters in all; {MAX_GRAMMAR_CHARS} are allowed.", param=param)
+    return _checked_source(llguidance().LLMatcher.grammar_from_lark(choices(choice)), f"{param}.choice", param, effort)
 
 
-def _grammar(text: str, param: str) -> str:
+def _grammar(text: str, param: str, effort: Effort) -> str:
     """Lark, or GBNF/EBNF with `::=`."""
-    library = llguidance()
+    library, what, given = llguidance(), f"{param}.grammar", text
     if "::=" in text:
+        if effort.quick:
+            raise NeedsMore
         if text.count("::=") > MAX_GBNF_RULES:
             raise InvalidRequest(
                 f"{param}.grammar has more than {MAX_GBNF_RULES} rules in GBNF. Use fewer, or write it in Lark.", param=param
@@ -174,49 +199,44 @@ def _grammar(text: str, param: str) -> str:
             ) from None
         except Exception as e:  # the converter has errors of many classes
             raise InvalidRequest(f"{param}.grammar cannot be read: {one_line(str(e))}", param=param) from None
-    return _checked_source(library.LLMatcher.grammar_from_lark(text), f"{param}.grammar", param)
+    parts = parts_of(text)
+    if effort.quick and not cheap_rules(parts.rest, [schema for _, schema in parts.schemas]):
+        raise NeedsMore
+    if rule := never_ends(parts.rest):
+        rule = "root" if text is not given else rule
+        raise InvalidRequest(f"{what} cannot be used: no text can match it, since the rule {rule!r} needs itself without end.", param=param)
+    source: str = library.LLMatcher.grammar_from_lark(text)
+    if problem := _problem(source, effort):
+        # Other errors name a line; one in a schema is a long way from the beginning of its line.
+        _blame([(f"line {line}", schema) for line, schema in parts.schemas], {}, what, param)
+        raise InvalidRequest(f"{what} cannot be used: {problem if text is given else in_gbnf(problem, given, text)}", param=param)
+    return source
 
 
-def _checked(text: str, kind: str, param: str) -> str:
-    return _checked_source(llguidance().LLMatcher.grammar_from_regex(text), f"{param}.{kind}", param)
-
-
-def _checked_source(source: str, what: str, param: str) -> str:
-    if problem := _problem(source):
+def _checked_source(source: str, what: str, param: str, effort: Effort) -> str:
+    if problem := _problem(source, effort):
         raise InvalidRequest(f"{what} cannot be used: {problem}", param=param)
     return source
 
 
-def _problem(source: str) -> str:
+def _problem(source: str, effort: Effort) -> str:
     """What there is to say against a grammar; "" when it is fine."""
-    if deep := depth_problem(source):
-        return deep
-    failed, messages = on_deep_stack(_validate, source)
+    problem = depth_problem(source) or _engine_problem(source, effort)
+    if problem and effort.quick:
+        raise NeedsMore
+    return problem
+
+
+def _engine_problem(source: str, effort: Effort) -> str:
+    failed, messages = on_deep_stack(_validate, source, effort)
     if failed and ("grammar size (number of symbols) too big" in messages[0] or "schema too large" in messages[0]):
         return TOO_LARGE
     return one_line(messages[0]) if failed else ""
 
 
-def _validate(source: str) -> tuple[bool, list[str]]:
-    answer: tuple[bool, list[str]] = llguidance().LLMatcher.validate_grammar_with_warnings(source, None, limits=limits())
+def _validate(source: str, effort: Effort) -> tuple[bool, list[str]]:
+    answer: tuple[bool, list[str]] = llguidance().LLMatcher.validate_grammar_with_warnings(source, None, limits=effort.limits())
     return answer
-
-
-def limits() -> Any:
-    """What one grammar may cost: a second or two to build, a tenth to step; tens of MB. (What takes more for its size: `too_large`.)"""
-    return llguidance().LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=MAX_GRAMMAR_SIZE,
-        verbose_errors=False,
-    )
-
-
-def one_line(message: str) -> str:
-    """The engine draws its errors over several lines, and appends its state."""
-    return " ".join(message.partition("<state>")[0].split())[:400]
 
 
 def _text(value: Any, name: str, param: str) -> str:
@@ -240,4 +260,4 @@ def _document(value: Any, param: str) -> dict[str, Any]:
     return value
 
 
-__all__ = ["check_ends", "check_lenient", "grammar_source", "inline_json", "json_source", "limits", "parsed_schema"]
+__all__ = ["check_ends", "check_lenient", "grammar_source", "inline_json", "json_source", "parsed_schema"]

@@ -52,6 +52,8 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
 
     grammar: str = ""
     """Grammar text for `octavo.grammar`; empty for none."""
+    cost: int = 0
+    """Milliseconds that compiling it takes, where that is more than a few."""
     reasoning_start_ids: list[int] = []
     """The token that opens the reasoning, when the model decides whether to reason. Empty: it does so from its first token on
     if there is a `reasoning_end_ids`."""

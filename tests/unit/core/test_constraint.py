@@ -26,8 +26,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go = threading.Event()
     compile_now = GrammarCompiler.compile
 
-    def compile_later(self: GrammarCompiler, source: str) -> Future[Any]:
-        real, later = compile_now(self, source), Future[Any]()
+    def compile_later(self: GrammarCompiler, source: str, cost: int) -> Future[Any]:
+        real, later = compile_now(self, source, cost), Future[Any]()
 
         def wait() -> None:
             go.wait(10)
@@ -98,9 +98,9 @@ def test_a_grammar_that_is_ready_while_it_is_asked_about_is_not_lost(monkeypatch
             self.asked += 1
             return self.asked > 1
 
-    def compile_later(self: GrammarCompiler, source: str) -> Future[Any]:
+    def compile_later(self: GrammarCompiler, source: str, cost: int) -> Future[Any]:
         late = LateFuture()
-        late.set_result(compile_now(self, source).result())
+        late.set_result(compile_now(self, source, cost).result())
         return late
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_later)

@@ -95,12 +95,15 @@ def test_a_grammar_of_too_many_rules_is_refused(write: Callable[[int], str]) -> 
 
 def test_schemas_inside_grammars() -> None:
     text = f"start: a\na: {inline_json(chain(LINKS['anyOf'], 4000), json_options())}"
-    with pytest.raises(InvalidRequest, match=r"the JSON schema in line 2, at \$\.\$defs\.d0: .*levels"):
+    with pytest.raises(InvalidRequest, match=r"line 2: the JSON schema cannot be used: at \$\.\$defs\.d0: .*levels"):
         grammar_source(StructuredOutputsParams(grammar=text))
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": chain(LINKS["allOf"], 4000)}}
     with pytest.raises(InvalidRequest, match=r"format\.json_schema: .* at \$\.\$defs\.d0: .*levels"):
         grammar_source(StructuredOutputsParams(structural_tag=tag))
-    wide = {"properties": {f"p{i}": {"type": "string", "enum": ["a(", "b["]} for i in range(1900)}}
+    wide = {
+        "properties": {f"p{i}": {"type": "string", "enum": ["a(", "b["]} for i in range(1900)},
+        "required": [f"p{i}" for i in range(1900)],
+    }
     assert not depth_problem(json.dumps({"grammars": [{"lark_grammar": f"start: a\na: {inline_json(wide, {})}"}]}))
 
 

@@ -27,7 +27,6 @@ VOCABULARY = Vocabulary([*LETTERS, *(b"a" * n for n in range(2, 60)), b'{"', b'"
         ({"regex": NOTHING}, "no text"),
         ({"regex": f"abc{NOTHING}"}, "no text"),
         ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too complex"),
-        ({"grammar": 'start: start "a"'}, "no text"),
         ({"grammar": f'start: "ab" X\nX: /{NOTHING}/'}, "no text"),
         ({"grammar": f'start: ("ab" | "cd") X\nX: /{NOTHING}/'}, "no text"),
         ({"grammar": 'start: "a" X "b"\nX: /x/ & /y/'}, "no text"),
@@ -63,14 +62,14 @@ def test_what_a_grammar_leads_to(wish: dict[str, Any], problem: str) -> None:
 def test_a_schema_that_nothing_fits_is_refused(schema: dict[str, Any]) -> None:
     door = GrammarDoor(lambda: VOCABULARY)
     with pytest.raises(InvalidRequest, match="the JSON schema cannot be used"):
-        door.source(StructuredOutputsParams(json=schema))
+        door.check(StructuredOutputsParams(json=schema))
 
 
 def test_the_check_takes_no_time_worth_speaking_of() -> None:
     schema = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(100)}}
     wish = StructuredOutputsParams(json={**schema, "required": list(schema["properties"])})
     door = GrammarDoor(lambda: VOCABULARY)
-    door.source(msgspec.structs.replace(wish, json={"type": "object"}))  # the tokenizer
+    door.check(msgspec.structs.replace(wish, json={"type": "object"}))  # the tokenizer
     begin = time.perf_counter()
-    door.source(wish)
+    door.check(wish)
     assert time.perf_counter() - begin < 0.5  # some 10 ms on a machine with nothing else to do

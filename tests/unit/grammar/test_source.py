@@ -54,11 +54,15 @@ def test_limits() -> None:
 
 
 def test_a_costly_grammar_is_refused() -> None:
-    schema = {"properties": {f"f{i}": {"enum": [f"v{i}_{j}" for j in range(200)]} for i in range(500)}}
+    schema = {
+        "properties": {f"f{i}": {"enum": [f"v{i}_{j}" for j in range(200)]} for i in range(500)},
+        "required": [f"f{i}" for i in range(500)],
+    }
     assert "too big" in refusal(json=schema)
 
 
 STRING = {"type": "string"}
+REQUIRED = {"properties": {f"q{i}": STRING for i in range(1900)}, "required": [f"q{i}" for i in range(1900)]}
 
 
 @pytest.mark.parametrize(
@@ -67,8 +71,13 @@ STRING = {"type": "string"}
         ({"properties": {f"q{i}": STRING for i in range(2001)}}, "at $: it has 2001 properties"),
         ({"properties": {"a": {"properties": {f"q{i}": STRING for i in range(2001)}}}}, "at $.properties.a: it has 2001 properties"),
         ({"properties": {f"p{j}": {"properties": {f"q{i}": STRING for i in range(100)}} for j in range(200)}}, "more than 100000 symbols"),
-        ({"properties": {f"p{j}": {"properties": {f"q{i}": STRING for i in range(1900)}} for j in range(6)}}, "have too many properties"),
-        ({"items": {"enum": [[]] * 10_001}}, "at $.items: the values of enum and const hold more than 10000"),
+        ({"properties": {f"p{j}": REQUIRED for j in range(6)}}, "have too many properties"),
+        (
+            {"properties": {"a": {"properties": {f"q{i}": STRING for i in range(481)}}}},
+            "at $.properties.a: 481 of its properties may be left",
+        ),
+        ({"items": {"enum": [[]] * 1901}}, "at $.items.enum: it holds 1901 lists and objects"),
+        ({"items": {"anyOf": [{"enum": [[]] * 1500}] * 7}}, "at $.items.anyOf[0]: the values of enum and const hold more than 10000"),
         ({"const": [{"a": []}] * 6000}, "at $: the values of enum and const hold more than 10000"),
     ],
 )

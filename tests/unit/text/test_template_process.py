@@ -7,11 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.errors import InvalidRequest
+from octavo.errors import EngineDead, InvalidRequest
 from octavo.frontend.text.chat_template import ChatTemplates
 from octavo.frontend.text.conversation_text import Conversation, rendered
 from octavo.frontend.text.template_process import GRACE, TemplateProcesses
@@ -121,9 +122,10 @@ def test_a_worker_that_was_killed_is_replaced_and_closing_ends_what_runs() -> No
     processes = TemplateProcesses()
     try:
         assert run(processes, "{{ 1 }}") == "1"
-        (worker,) = processes._workers
-        os.kill(worker._process.pid, signal.SIGKILL)
-        worker._process.wait()
+        (pid,) = processes.pool.pids
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
         assert run(processes, "{{ 2 }}") == "2"
 
         async def closed_meanwhile() -> None:
@@ -131,7 +133,7 @@ def test_a_worker_that_was_killed_is_replaced_and_closing_ends_what_runs() -> No
             await asyncio.sleep(0.5)
             begun = time.monotonic()
             processes.close()
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(EngineDead):
                 await bomb
             assert time.monotonic() - begun < MAX_SECONDS / 2
 

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatOptions
-from octavo.frontend.http.context import FINGERPRINT, ServerContext, fair_key
+from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_key, fair_key
 from octavo.frontend.http.conversation import final_message, render
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.generation import Job
@@ -96,7 +96,7 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     many = len(body.logit_bias or ()) > LARGE_IDS
     params = await off_loop(many, sampling_params, body, defaults, max_tokens=max_tokens, logprobs=top_logprobs)
     truncation = Truncation.asked(ctx.llm, body.truncate_prompt_tokens, body.truncation_side, max_tokens)
-    prompt = await render(ctx, body, truncation)
+    prompt = await render(ctx, client_key(request), body, truncation)
     plan = await plan_reply(
         ctx.llm,
         settings,
@@ -106,6 +106,7 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
         template=_template(ctx, body),
         parallel=body.parallel_tool_calls is not False,
         stops=bool(params.stops),
+        client=client_key(request),
         beam=bool(body.use_beam_search),
     )
     params.structured_outputs, params.constraint = plan.wish, plan.marks

@@ -246,6 +246,12 @@ def fair_key(request: Request, user: str | None) -> str:
     return "/".join(parts)
 
 
+def client_key(request: Request) -> str:
+    """Who takes turns with others for work at the door: the holder of an API key, where there are keys, else an address. (What a client may
+    call itself as it likes is no use here.)"""
+    return owner_of(request) or (request.client.host if request.client else "")
+
+
 def json_response(value: msgspec.Struct | dict[str, Any] | BaseModel) -> Response:
     content = value.model_dump_json().encode() if isinstance(value, BaseModel) else msgspec.json.encode(value)
     return Response(content, media_type="application/json")

@@ -31,10 +31,13 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest, truncation: Truncation | None = None) -> EncodedPrompt:
+async def render(
+    ctx: ServerContext, client: str, body: ChatRequest | TokenizeRequest, truncation: Truncation | None = None
+) -> EncodedPrompt:
     """The conversation of `body` as text and token ids.
 
     Args:
+        client: who asks; see `context.client_key`.
         truncation: how the ids will be cut (the text never is). Without one they must fit into the context, if a reply is to follow.
 
     Raises:
@@ -84,7 +87,7 @@ async def render(ctx: ServerContext, body: ChatRequest | TokenizeRequest, trunca
         hide_tools=isinstance(body, ChatRequest) and body.tool_choice == "none",
     )
     try:
-        text = await _text(ctx, conversation)
+        text = await _text(ctx, client, conversation)
     except InvalidRequest as error:
         # A template may leave out what it is given (reasoning of earlier turns), so that only what it could not build is measured.
         if error.code == TOO_LARGE:
@@ -135,13 +138,13 @@ def _characters(value: Any) -> int:
     return size
 
 
-async def _text(ctx: ServerContext, conversation: Conversation) -> str:
+async def _text(ctx: ServerContext, client: str, conversation: Conversation) -> str:
     """A conversation as its template writes it: the model's own here, one that came with the request in a process that can be killed."""
     templates = ctx.llm.tokenizer.templates
     if conversation.chat_template is not None:
         templates.select(conversation.chat_template, bool(conversation.tools))
         if conversation.chat_template not in templates.named:
-            return await ctx.templates.render(templates, conversation)
+            return await ctx.templates.render(templates, conversation, client)
     large = is_large(conversation.messages) or is_large(conversation.tools or conversation.documents)
     return await off_loop(large, rendered, templates, conversation)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from octavo.frontend.async_llm import AsyncLLM
     from octavo.frontend.http.settings import ServerSettings
     from octavo.frontend.text.tokenizer import Tokenizer
+
+BLAME_SECONDS = 5.0
+"""How long it is looked for the tool that makes a grammar unusable."""
 
 _ALPHABET = string.ascii_letters + string.digits
 _HARMONY_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -58,6 +62,7 @@ async def plan_reply(
     template: str | None,
     parallel: bool,
     stops: bool,
+    client: str,
     beam: bool = False,
 ) -> ReplyPlan:
     """The plan for one chat.
@@ -69,6 +74,7 @@ async def plan_reply(
         template: the source of the chat template.
         parallel: more than one call is allowed.
         stops: the request has stop strings.
+        client: who asks.
         beam: the reply is searched for, which no grammar can hold.
 
     Raises:
@@ -93,7 +99,7 @@ async def plan_reply(
         whole_calls=stops,
         must_call=use.must_call,
     )
-    structured = await _grammar(llm, tokenizer, use, tools, wish, most)
+    structured = await _grammar(llm, tokenizer, use, tools, wish, most, client)
     if beam and structured is not None:
         raise InvalidRequest(
             "use_beam_search cannot be combined with strict tools, nor with a tool_choice that demands a call.", param="use_beam_search"
@@ -124,34 +130,33 @@ def _short_id() -> str:
 
 
 async def _grammar(
-    llm: AsyncLLM, tokenizer: Tokenizer, use: ToolUse, tools: ToolFormat | None, wish: Wish | None, most: int
+    llm: AsyncLLM, tokenizer: Tokenizer, use: ToolUse, tools: ToolFormat | None, wish: Wish | None, most: int, client: str
 ) -> StructuredOutputsParams | None:
     """What the reply is held to; checked."""
     syntax = tools.syntax if tools is not None else None
     if use.functions:
         try:
-            await llm.check_tool_parameters(use.functions)
+            await llm.check_tool_parameters(use.functions, client)
         except NotYet:
             if use.must_call or use.strict:
                 raise
     if wish is not None:
         _check_combination(use, wish)
         if not use.must_call and (syntax is None or not _is_json(wish.params)):
-            return await wish.check(llm)
+            return await wish.check(llm, client)
     if not use.must_call and (syntax is None or not use.strict or wish is not None):
         if wish is None:
             return None
         assert syntax is not None
         # An answer of the wished form, or calls instead of it.
-        await wish.check(llm)
+        await wish.check(llm, client)
         text = f"{required_calls(syntax, use.functions, tokenizer.special_tokens, most=most)}\n{_answer(wish.params)}"
-        return await _checked(
-            llm, StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1)), use, syntax, tokenizer.special_tokens
-        )
+        both = StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1))
+        return await _checked(llm, both, use, syntax, tokenizer.special_tokens, client)
     assert syntax is not None
     write = required_calls if use.must_call else optional_calls
     text = write(syntax, use.functions, tokenizer.special_tokens, most=most)
-    return await _checked(llm, StructuredOutputsParams(grammar=text), use, syntax, tokenizer.special_tokens)
+    return await _checked(llm, StructuredOutputsParams(grammar=text), use, syntax, tokenizer.special_tokens, client)
 
 
 def _check_combination(use: ToolUse, wish: Wish) -> None:
@@ -185,15 +190,19 @@ def _answer(params: StructuredOutputsParams) -> str:
 
 
 async def _checked(
-    llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse, syntax: CallSyntax, special: Mapping[str, int]
+    llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse, syntax: CallSyntax, special: Mapping[str, int], client: str
 ) -> StructuredOutputsParams:
     """`params`, if they can be used; if not, the tool that is to blame is named."""
     try:
-        await llm.check_structured_outputs(params)
+        await llm.check_structured_outputs(params, client)
     except InvalidRequest as error:
+        deadline = time.monotonic() + BLAME_SECONDS
         for i, function in enumerate(use.functions):
+            if time.monotonic() > deadline:
+                break
+            alone = StructuredOutputsParams(grammar=required_calls(syntax, [function], special, most=1))
             try:
-                await llm.check_structured_outputs(StructuredOutputsParams(grammar=required_calls(syntax, [function], special, most=1)))
+                await llm.check_structured_outputs(alone, client)
             except InvalidRequest as blamed:
                 where = f"tools[{i}].function.parameters"
                 raise InvalidRequest(str(blamed).replace("structured_outputs.grammar", where, 1), param="tools") from None

@@ -29,15 +29,18 @@ class Wish:
         """The request's field, without the place in it."""
         return self.field.partition(".")[0]
 
-    async def check(self, llm: AsyncLLM) -> StructuredOutputsParams:
+    async def check(self, llm: AsyncLLM, client: str) -> StructuredOutputsParams:
         """The parameters, once they are known to be usable.
+
+        Args:
+            client: who asks.
 
         Raises:
             InvalidRequest: they are not; the message begins with the field, and has the path in a schema.
             NotYet: this server has no grammar engine.
         """
         try:
-            await llm.check_structured_outputs(self.params)
+            await llm.check_structured_outputs(self.params, client)
         except InvalidRequest as error:
             raise InvalidRequest(str(error).replace("structured_outputs", self.field, 1), param=self.param) from None
         return self.params

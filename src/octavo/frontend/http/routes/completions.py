@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.completions import CompletionOptions, CompletionWriter
-from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_of, context_of, fair_key, json_response, request_id
+from octavo.frontend.http.context import FINGERPRINT, ServerContext, client_key, client_of, context_of, fair_key, json_response, request_id
 from octavo.frontend.http.generation import Job, answer
 from octavo.frontend.http.limits import LARGE_IDS, is_large, off_loop
 from octavo.frontend.http.logprobs import TokenNames
@@ -64,7 +64,7 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_only = bool(body.echo) and max_tokens == 0
     wish = wish_of(body)
-    checked = await wish.check(ctx.llm) if wish is not None and not prompt_only else None
+    checked = await wish.check(ctx.llm, client_key(request)) if wish is not None and not prompt_only else None
     params = await off_loop(
         len(body.logit_bias or ()) > LARGE_IDS,
         sampling_params,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.chat_plan import plan_chat
-from octavo.frontend.http.context import client_of, context_of, json_response, request_id
+from octavo.frontend.http.context import client_key, client_of, context_of, json_response, request_id
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import ClientGone, describe, is_expected, renamed
 from octavo.frontend.http.generation import answer
@@ -79,5 +79,5 @@ async def _count(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, CountTokensRequest)
     chat = await off_loop(is_large(body.messages), chat_request, body)
-    prompt = await render(ctx, chat)
+    prompt = await render(ctx, client_key(request), chat)
     return json_response({"input_tokens": len(prompt.token_ids)})

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest
-from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, request_id
+from octavo.frontend.http.context import ServerContext, client_key, client_of, context_of, json_response, request_id
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import renamed, short_repr
 from octavo.frontend.http.limits import is_large, off_loop
@@ -54,7 +54,7 @@ async def embeddings(request: Request) -> Response:
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        states = await _pool_input(ctx, body, params, "embed", tracker)
+        states = await _pool_input(request, ctx, body, params, "embed", tracker)
         data = [{"index": i, "object": "embedding", "embedding": wire_format(s.result(), encoding)} for i, s in enumerate(states)]
         return _listing(ctx, tracker, data)
 
@@ -69,7 +69,7 @@ async def pooling(request: Request) -> Response:
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize, task=body.task, use_activation=body.use_activation)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        states = await _pool_input(ctx, body, params, None, tracker)
+        states = await _pool_input(request, ctx, body, params, None, tracker)
         data = [{"index": i, "object": "pooling", "data": wire_format(s.result(), encoding)} for i, s in enumerate(states)]
         return _listing(ctx, tracker, data)
 
@@ -83,7 +83,7 @@ async def classify(request: Request) -> Response:
     params = PoolingParams(use_activation=body.use_activation)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        states = await _pool_input(ctx, body, params, "classify", tracker)
+        states = await _pool_input(request, ctx, body, params, "classify", tracker)
         labels = (await ctx.llm.pooling_processor()).labels
         data = []
         for i, state in enumerate(states):
@@ -174,7 +174,7 @@ async def _answer(
 
 
 async def _pool_input(
-    ctx: ServerContext, body: PooledInputRequest, params: PoolingParams, task: PoolingTask | None, tracker: RequestTracker
+    request: Request, ctx: ServerContext, body: PooledInputRequest, params: PoolingParams, task: PoolingTask | None, tracker: RequestTracker
 ) -> list[PoolingState]:
     """The texts of a request, or its conversation, pooled."""
     if body.messages is None:
@@ -191,7 +191,7 @@ async def _pool_input(
         chat_template_kwargs=body.chat_template_kwargs,
     )
     await ctx.llm.pooling_processor()  # which says so if this model does not pool
-    prompt = await render(ctx, conversation)
+    prompt = await render(ctx, client_key(request), conversation)
     return await _pool_texts(ctx, body, prompt.token_ids, "messages", params, task, tracker)
 
 

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.chat_plan import plan_chat
-from octavo.frontend.http.context import ServerContext, client_of, context_of, json_response, owner_of, request_id
+from octavo.frontend.http.context import ServerContext, client_key, client_of, context_of, json_response, owner_of, request_id
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.errors import NotFound, is_expected, renamed, short_repr
 from octavo.frontend.http.generation import Generation, Job, answer
@@ -145,7 +145,7 @@ async def count_input_tokens(request: Request) -> Response:
         items = await off_loop(is_large(body.input), input_items, body.input)
         chat = await _chat(ctx, body, items, owner_of(request))
         truncation = Truncation.asked(ctx.llm, chat.truncate_prompt_tokens, None, chat.max_completion_tokens)
-        prompt = await render(ctx, chat, truncation)
+        prompt = await render(ctx, client_key(request), chat, truncation)
         prompt = prompt if truncation is None else truncation.of(prompt)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from octavo.errors import InvalidRequest
-from octavo.frontend.http.context import context_of, json_response
+from octavo.frontend.http.context import client_key, context_of, json_response
 from octavo.frontend.http.conversation import render
 from octavo.frontend.http.limits import LARGE_IDS, off_loop
 from octavo.frontend.http.prompts import check_token_ids, check_tokenizable, encode_text
@@ -25,7 +25,7 @@ async def tokenize(request: Request) -> Response:
         check_tokenizable(ctx.llm, body.prompt, "prompt")
         ids = await encode_text(ctx.llm, body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        ids = (await render(ctx, body)).token_ids
+        ids = (await render(ctx, client_key(request), body)).token_ids
     text_of = ctx.llm.tokenizer.token_text
     strings = await off_loop(len(ids) > LARGE_IDS, lambda: [text_of(i) for i in ids]) if body.return_token_strs else None
     return json_response({"count": len(ids), "max_model_len": ctx.llm.ready_report.max_model_len, "tokens": ids, "token_strs": strings})
