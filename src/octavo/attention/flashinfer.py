@@ -4,8 +4,8 @@ FlashInfer's paged prefill wrapper (Ye et al. 2025) computes every row of a step
 compile. It is planned once a step and layer geometry, on the host. Cache and writes to it are those of `attention/triton.py`,
 whose layout FlashInfer calls HND. Steps are not captured as graphs: FlashInfer plans through buffers of its own, not as data.
 
-Experimental: checked against a stand-in with the package's documented arguments. With flashinfer-python 0.7.4 the modules it needs
-were built on an H200, but no step has been run there yet.
+Seen working with flashinfer-python 0.7.4 on an H200 (torch 2.11, CUDA 13.0): heads of 64, 128 and 256, 16-bit and float8 caches,
+windows, soft caps. What it costs there beside Octavo's own kernels is in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FlashInferAttention:
         scales: of a float8 cache, by layer, one number each; default 1.0.
 
     Raises:
-        ConfigError: scales by head, which FlashInfer does not take.
+        ConfigError: scales by head, which FlashInfer does not take; or its kernels cannot be compiled here.
     """
 
     name = "flashinfer"
@@ -129,6 +129,22 @@ class FlashInferAttention:
             for layer in dict.fromkeys(layers)
         }
         self._turn = 0
+        self._compile()
+
+    def _compile(self) -> None:
+        """Have the package find its kernels, or compile them, which takes minutes: now, not in a request."""
+        pages = list_pages(np.zeros(1, np.int32), np.ones(1, np.int32), self.cache.block_size)
+        try:
+            for layer, turns in self._wrappers.items():
+                self._plan(turns[0], layer, pages, torch.zeros(1, dtype=torch.int32, device=self._device))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError(
+                f"--attention-backend FLASHINFER: the package has no kernels for this model and could not compile them: {reason[0]} "
+                f"It needs nvcc and ninja for that, or the package flashinfer-jit-cache. --attention-backend TRITON_ATTN needs neither."
+            ) from error
 
     @staticmethod
     def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, dtype: torch.dtype) -> int:
@@ -144,31 +160,36 @@ class FlashInferAttention:
         self._turn = (self._turn + 1) % TURNS
         wrappers = {layer: turns[self._turn] for layer, turns in self._wrappers.items()}
         for layer, wrapper in wrappers.items():
-            wrapper.plan(
-                torch.from_numpy(pages.query_starts),
-                torch.from_numpy(pages.page_starts),
-                indices,
-                torch.from_numpy(pages.last_page),
-                layer.num_heads,
-                layer.num_kv_heads,
-                layer.head_dim,
-                self.cache.block_size,
-                causal=True,
-                sm_scale=layer.scale,
-                window_left=-1 if layer.sliding_window is None else layer.sliding_window - 1,
-                logits_soft_cap=layer.soft_cap,
-                q_data_type=self._model_dtype,
-                kv_data_type=self._dtype,
-                o_data_type=self._model_dtype,
-            )
+            self._plan(wrapper, layer, pages, indices)
         return FlashInferAttend(self, [wrappers[layer] for layer in self._layers], batch.cache_slots)
 
+    def _plan(self, wrapper: Any, layer: LayerSpec, pages: Pages, indices: torch.Tensor) -> None:
+        """indices: [pages] int32 on the device, the blocks that `pages` names."""
+        wrapper.plan(
+            torch.from_numpy(pages.query_starts),
+            torch.from_numpy(pages.page_starts),
+            indices,
+            torch.from_numpy(pages.last_page),
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            self.cache.block_size,
+            causal=True,
+            sm_scale=layer.scale,
+            window_left=-1 if layer.sliding_window is None else layer.sliding_window - 1,
+            logits_soft_cap=layer.soft_cap,
+            q_data_type=self._model_dtype,
+            kv_data_type=self._dtype,
+            o_data_type=self._model_dtype,
+        )
+
     def run(self, layer: int, wrapper: Any, q: torch.Tensor) -> torch.Tensor:
-        """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
+        """Attend over what is cached. q: [tokens, heads, head_dim], tokens and heads at any distance; the same shape comes back."""
         keys, values = self.cache.of(layer)
         k_scale, v_scale = self._scales[layer]
         scales = {"k_scale": k_scale, "v_scale": v_scale} if self._dtype == FLOAT8 else {}
-        out: torch.Tensor = wrapper.run(q, (keys, values), **scales)
+        # Left to itself it would fill its result with zeros first: a launch more. Every token of a step is computed.
+        out: torch.Tensor = wrapper.run(q, (keys, values), out=torch.empty(q.shape, dtype=q.dtype, device=q.device), **scales)
         return out
 
 
@@ -183,8 +204,8 @@ class FlashInferAttend:
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.backend.cache.write(layer, k, v, self.cache_slots)
-        return self.backend.run(layer, self.wrappers[layer], q.contiguous())
+        return self.backend.run(layer, self.wrappers[layer], q)
 
     def attend_qkv(self, layer: int, qkv: torch.Tensor, rotation: Rotation, qk_norm: QkNorm | None) -> torch.Tensor:
         q = self.backend.cache.write_qkv(layer, qkv, rotation, qk_norm, self.cache_slots)
-        return self.backend.run(layer, self.wrappers[layer], q.contiguous()).view(len(qkv), -1)
+        return self.backend.run(layer, self.wrappers[layer], q).view(len(qkv), -1)

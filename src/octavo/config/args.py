@@ -193,7 +193,7 @@ class EngineArgs:
     enforce_eager: bool = setting(False, "No graph capture.", group="execution")
     attention_backend: str = setting(
         "auto",
-        "Attention kernels on a GPU: TRITON_ATTN (Octavo's own), FLASHINFER (experimental, where flashinfer-python is installed) or TORCH_SDPA. "
+        "Attention kernels on a GPU: TRITON_ATTN (Octavo's own), FLASHINFER (where flashinfer-python is installed; no graphs) or TORCH_SDPA. "
         "Names of other vLLM backends mean auto.",
         group="execution",
     )

@@ -423,7 +423,7 @@ def _attention(args: EngineArgs, device: DeviceInfo, warnings: list[str]) -> Att
         warnings.append(f"--attention-backend {args.attention_backend} has no effect on a CPU.")
         return "auto"
     if chosen == "flashinfer":
-        warnings.append("--attention-backend FLASHINFER is experimental: tested against a stand-in only, and decodes run without graphs.")
+        warnings.append("--attention-backend FLASHINFER: steps run without graphs. With few requests they take several times as long.")
     if args.batch_invariant and chosen not in ("auto", "triton"):
         raise ConfigError(
             f"--batch-invariant has attention of its own, which {args.attention_backend} cannot replace. Leave out one of them."
