@@ -8,11 +8,13 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.low_bit import Arguments, Form, Tuning, arguments, box_of, grid_of, source, workspace_size
+from octavo.ops.cuda.launch import Boxes
+from octavo.ops.cuda.low_bit import Form, Tuning, arguments, boxes_of, grid_of, source, workspace_size
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
@@ -25,9 +27,16 @@ class Map(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rows", "chunks", "width", "box_rows", "box_chunks")),
+        *((name, ctypes.c_int64 * 5) for name in ("shape", "strides", "box")),
+        ("exchanged", ctypes.c_int32),
     ]
+
+    @classmethod
+    def of(cls, boxes: Boxes) -> Map:
+        def five(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
+            return (ctypes.c_int64 * 5)(*numbers, *[1] * (5 - len(numbers)))
+
+        return cls(boxes.address, five(*boxes.shape), five(4, *boxes.strides), five(*boxes.box), boxes.exchanged)
 
 
 @functools.cache
@@ -36,19 +45,26 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _library(form: Form, tuning: Tuning, inner: int) -> ctypes.CDLL:
+def emulated(text: str, kernel: str, maps: int) -> Callable[..., None]:
+    """A kernel of `text`, which takes `Args` and so many tensor maps: a function of (Args, maps..., x, y, z), the grid's size."""
     assert COMPILER is not None
+    names = [f"map{i}" for i in range(maps)]
     end = f"""
-extern "C" void run(const Args* p, const Map* map, int x, int y, int z) {{
-  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {tuning.name}(*p, *map); }});
+extern "C" void run(const Args* p, {"".join(f"const Map* {name}, " for name in names)}int x, int y, int z) {{
+  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {kernel}(*p, {", ".join(f"*{name}" for name in names)}); }});
 }}
 """
-    text = source(form, tuning, inner, MACHINE.read_text()) + end
-    place = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    place.with_suffix(".cpp").write_text(text)
+    place = _folder() / f"{hashlib.sha256((text + end).encode()).hexdigest()[:16]}"
+    place.with_suffix(".cpp").write_text(text + end)
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", f"{place}.so", f"{place}.cpp"]
     subprocess.run(command, check=True, timeout=120)
-    return ctypes.CDLL(f"{place}.so")
+    run = ctypes.CDLL(f"{place}.so").run
+
+    def call(arguments: ctypes.Structure, *boxes_and_grid: Boxes | int) -> None:
+        described = [ctypes.byref(Map.of(x)) if isinstance(x, Boxes) else x for x in boxes_and_grid]
+        run(ctypes.byref(arguments), *described)
+
+    return call
 
 
 def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
@@ -57,8 +73,8 @@ def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Fo
     elements, tiles = workspace_size(len(x), weight.out_features, tuning)
     workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
     layout = low_bit_layout(weight)
-    packed: Arguments = arguments(x, weight, layout, bias, out, workspace)
-    box = Map(*vars(box_of(weight, form, tuning, layout.inner)).values())
-    _library(form, tuning, layout.inner).run(ctypes.byref(packed), ctypes.byref(box), *grid_of(len(x), weight.out_features, tuning, 3))
+    run = emulated(source(form, tuning, layout.inner, MACHINE.read_text()), tuning.name, 1)
+    boxes = boxes_of(weight, form, tuning, layout.inner)
+    run(arguments(x, weight, layout, bias, out, workspace), boxes, *grid_of(len(x), weight.out_features, tuning, 3))
     assert workspace is None or not workspace.counters.any()
     return out

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.cuda import low_bit as cuda
-from octavo.ops.cuda.compiler import CompilerError
+from octavo.ops.cuda.compiler import CompilerError, architecture
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
 from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
 from octavo.ops.triton.launch import sm_count
@@ -77,7 +77,7 @@ class LowBitLinear:
 
     def _form(self, weight: LowBit, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
         """What the CUDA C++ kernels make of a weight, where they run and take it."""
-        runs = self._compiles and cuda.architecture(weight.data.device) is not None
+        runs = self._compiles and architecture(weight.data.device) is not None
         return cuda.form_of(weight, dtype, bias=bias) if runs else None
 
     def _reserve(self, weight: LowBit, dtype: torch.dtype) -> None:

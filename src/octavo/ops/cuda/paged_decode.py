@@ -1,0 +1,175 @@
+"""Attention of one query token a row over the paged cache, by the CUDA C++ kernel in `kernels/`, for what keeps its ring busy: see `taken`.
+
+Same plan, same workspace and same result as `ops.triton.paged_decode`, up to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from octavo.ops.cuda.compiler import architecture, in_background
+from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
+from octavo.ops.triton.decode_plan import ITEM_FIELDS
+from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.ops.triton.paged_decode import DecodeWorkspace
+
+_SOURCES = Path(__file__).parent / "kernels"
+_LOG2_E = 1.4426950408889634
+_SHARED_BYTES = 227 << 10
+"""Of an SM, which one block has."""
+_WARPS = 4
+"""That attend: two keep up with memory, more make more to add up."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What of a model the compiler must know."""
+
+    half: bool
+    """float16, else bfloat16."""
+    head_dim: int
+    block: int
+    """Tokens of a cache block."""
+    kv_heads: int
+    group: int
+    bundles: bool
+    """Whether plans may hold bundles of rows."""
+    warps: int = _WARPS
+
+    @property
+    def group_pad(self) -> int:
+        return triton.next_power_of_2(self.group)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + 1)
+
+    @property
+    def stages(self) -> int:
+        """Tiles of 16 keys and values in the ring: as many as there is room for."""
+        columns = 16 if self.bundles else self.group_pad
+        sums = self.warps * columns * (4 * (self.head_dim + 4) + 8)
+        return min(48, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim))
+
+    def definitions(self) -> dict[str, int]:
+        names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
+        more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "WARPS": self.warps, "STAGES": self.stages, "WARPGROUP": 0}
+        return {name: int(value) for name, value in (names | more).items()}
+
+
+class Arguments(ctypes.Structure):
+    """`Args` of `kernels/paged_decode.cu`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "table", "items", "members", "out", "sums", "stats", "counters")),
+        *((name, ctypes.c_longlong) for name in ("q_stride", "out_stride")),
+        *((name, ctypes.c_int) for name in ("table_stride", "num_items", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: int, kv_heads: int, group: int, *, bundles: bool) -> Form | None:
+    """None where the kernel does not take it: a float8 cache, heads that are not whole lines, blocks that are not whole tiles."""
+    if dtype not in (torch.float16, torch.bfloat16) or cache_dtype != dtype:
+        return None
+    if head_dim not in (64, 128, 256) or block % 16 or group > 16:
+        return None
+    return Form(dtype == torch.float16, head_dim, block, kv_heads, group, bundles)
+
+
+def source(form: Form, machine: str) -> str:
+    """The program; `machine` is the text of `simt.h`."""
+    lines = [f"#define {name} {value}" for name, value in form.definitions().items()]
+    return "\n".join([*lines, machine, (_SOURCES / "paged_decode.cu").read_text()])
+
+
+def boxes_of(cache: torch.Tensor) -> Boxes:
+    """16 tokens of a head: pages of [block, head_dim], which are copied in lines of 128 bytes."""
+    blocks, heads, block, head_dim = cache.shape
+    lines = head_dim // 64
+    shape = (32, block, lines, heads, blocks)
+    return Boxes(
+        cache.data_ptr(), shape, (2 * head_dim, 128, 2 * cache.stride(1), 2 * cache.stride(0)), (32, 16, lines, 1, 1), exchanged=True
+    )
+
+
+def arguments(
+    q: torch.Tensor,
+    block_tables: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> Arguments:
+    items = workspace.capacity.items
+    return Arguments(
+        q=q.data_ptr(),
+        table=block_tables.data_ptr(),
+        items=workspace.plan.data_ptr(),
+        members=workspace.plan.data_ptr() + 4 * ITEM_FIELDS * items,
+        out=out.data_ptr(),
+        sums=workspace.sums.data_ptr(),
+        stats=workspace.stats.data_ptr(),
+        counters=workspace.counters.data_ptr(),
+        q_stride=2 * q.stride(0),
+        out_stride=2 * out.stride(0),
+        table_stride=block_tables.stride(0),
+        num_items=items,
+        window=sliding_window or 0,
+        scale=scale * _LOG2_E,
+    )
+
+
+@functools.cache
+def _code(form: Form, device: torch.device) -> Future[bytes]:
+    target = architecture(device)
+    assert target is not None
+    return in_background(source(form, (_SOURCES / "simt.h").read_text()), target)
+
+
+@functools.cache
+def _kernel(form: Form, device: torch.device) -> Kernel:
+    code = _code(form, device).result()
+    with torch.cuda.device(device):
+        return Kernel(code, "paged_decode", form.threads, _SHARED_BYTES, overlap=overlap_supported(device))
+
+
+def prepare(form: Form, device: torch.device) -> None:
+    """Begin to compile what `paged_decode` will launch."""
+    _code(form, device)
+
+
+def grid_of(form: Form, items: int, sms: int) -> tuple[int, int, int]:
+    return (min(sms, items * form.kv_heads), 1, 1)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    form: Form,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """As `ops.triton.paged_decode.paged_decode`.
+
+    The kernel before may have written what a row has in its last 16 positions; all other keys and values, the plan and the block
+    tables must be older.
+    """
+    kernel = _kernel(form, q.device)
+    packed = arguments(q, block_tables, workspace, out, scale=scale, sliding_window=sliding_window)
+    grid = grid_of(form, workspace.capacity.items, sm_count(q.device))
+    kernel.launch(grid, packed, tensor_map(boxes_of(key_cache)), tensor_map(boxes_of(value_cache)))
+    return out
