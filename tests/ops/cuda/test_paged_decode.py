@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.cuda.paged_decode import Form, arguments, boxes_of, form_of, grid_of, paged_decode, source
-from octavo.ops.triton.decode_plan import Bundles, bundle_limit, decode_capacity, plan_decode
-from octavo.ops.triton.paged_decode import DecodeWorkspace
+from octavo.ops.cuda.even_plan import even_capacity, plan_even
+from octavo.ops.cuda.paged_decode import EvenWorkspace, Form, arguments, boxes_of, form_of, paged_decode, source
+from octavo.ops.triton.decode_plan import Bundles, bundle_limit
 from tests.ops.triton.paged import PagedCase, attention_reference, paged_case, relative_error
 from tests.ops.triton.test_paged_decode import shared_case
 from tests.support.cuda_emulator import COMPILER, MACHINE, emulated
@@ -37,14 +37,14 @@ def run(
     rows, heads, head_dim = case.q.shape
     _, kv_heads, block, _ = case.key_cache.shape
     group, max_rows = heads // kv_heads, max_rows or rows
-    capacity = decode_capacity(max_rows, kv_heads, sms, bundle=1 if bundles is None else bundle_limit(group))
+    capacity = even_capacity(max_rows, kv_heads, sms, bundle=1 if bundles is None else bundle_limit(group))
     contexts = np.array(case.starts, dtype=np.int32) + 1
-    plan = plan_decode(contexts, kv_heads, sms, capacity, sliding_window=window, bundles=bundles, min_part=32)
+    plan = plan_even(contexts, capacity, sliding_window=window, bundles=bundles, min_part=32)
     assert bool(plan.num_members) == (bundles is not None)
     form = form_of(case.q.dtype, case.key_cache.dtype, head_dim, block, kv_heads, group, bundles=capacity.members > 0)
     assert form is not None
     form = replace(form, warps=warps)
-    workspace = DecodeWorkspace.allocate(capacity, heads, kv_heads, head_dim, case.q.device)
+    workspace = EvenWorkspace.allocate(capacity, group, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
     scale = head_dim**-0.5
@@ -56,7 +56,7 @@ def run(
             continue
         packed = arguments(case.q, case.block_tables, workspace, out, scale=scale, sliding_window=window)
         caches = boxes_of(case.key_cache), boxes_of(case.value_cache)
-        emulated(source(form, MACHINE.read_text()), "paged_decode", 2)(packed, *caches, *grid_of(form, capacity.items, sms))
+        emulated(source(form, MACHINE.read_text()), "paged_decode", 2)(packed, *caches, sms, 1, 1)
     assert not workspace.counters.any(), "counters must be ready for the next launch"
     return out
 
@@ -167,9 +167,9 @@ def test_what_the_kernel_does_not_take() -> None:
 def test_every_form_fits(head_dim: int, group: int, bundles: bool) -> None:
     form = form_of(torch.float16, torch.float16, head_dim, 16, 8, group, bundles=bundles)
     assert form is not None
-    assert form.warps < form.stages
+    assert form.stages >= 2
     columns = 16 if bundles else form.group_pad
-    used = form.stages * (64 * head_dim + 16) + form.warps * columns * (4 * (head_dim + 4) + 8) + 2 * 64 + 16 + 2 * 16
+    used = form.warps * (form.stages * (64 * head_dim + 16) + columns * (4 * (head_dim + 4) + 8)) + 16
     assert used <= 227 << 10
 
 

@@ -230,6 +230,7 @@ INLINE u32 transpose(u32 x) {
 }
 INLINE void wait_for_loads(u32, u32) { warp_barrier(); }
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE u32 as_bits(float x) { return bits(x); }
 
 #if WARPGROUP
@@ -287,18 +288,18 @@ struct Phase {
   int all, arrived = 0, bytes = 0, completed = 0;
 };
 static std::map<u32, Phase> phases;
-static void move_on(Phase& p) {
+static void end_phase(Phase& p) {
   if (p.arrived == p.all && p.bytes == 0) p.arrived = 0, p.completed++;
 }
 INLINE void set_barrier(u32 bar, int arrivals) { phases[bar] = Phase{arrivals}; }
 INLINE void publish_barriers() {}
 INLINE void expect_bytes(u32 bar, int bytes) {
   phases.at(bar).bytes += bytes, phases.at(bar).arrived++;
-  move_on(phases.at(bar));
+  end_phase(phases.at(bar));
 }
 INLINE void arrive_at(u32 bar) {
   phases.at(bar).arrived++;
-  move_on(phases.at(bar));
+  end_phase(phases.at(bar));
 }
 INLINE void wait_at(u32 bar, int parity) {
   while ((phases.at(bar).completed & 1) == parity) others_turn();
@@ -322,7 +323,7 @@ static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 ba
     else memset(shared_memory + at, 0, 4);
   }
   phases.at(bar).bytes -= bytes;
-  move_on(phases.at(bar));
+  end_phase(phases.at(bar));
 }
 INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_tensor(to, map, {0, row, chunk, 0, 0}, bar); }
 INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, 0, head, block}, bar); }

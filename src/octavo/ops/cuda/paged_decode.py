@@ -1,6 +1,4 @@
-"""Attention of one query token a row over the paged cache, by the CUDA C++ kernel in `kernels/`, for what keeps its ring busy: see `taken`.
-
-Same plan, same workspace and same result as `ops.triton.paged_decode`, up to rounding.
+"""Attention of one query token a row over the paged cache, by the CUDA C++ kernel in `kernels/`, for few rows: see `form_of`.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ import triton
 
 from octavo.ops.cuda.compiler import architecture, in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
-from octavo.ops.triton.decode_plan import ITEM_FIELDS
-from octavo.ops.triton.launch import overlap_supported, sm_count
-from octavo.ops.triton.paged_decode import DecodeWorkspace
+from octavo.ops.cuda.even_plan import ITEM_FIELDS, EvenCapacity, EvenPlan
+from octavo.ops.triton.launch import overlap_supported
 
 _SOURCES = Path(__file__).parent / "kernels"
 _LOG2_E = 1.4426950408889634
@@ -49,19 +46,49 @@ class Form:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps + 1)
+        return 64 * self.warps
 
     @property
     def stages(self) -> int:
-        """Tiles of 16 keys and values in the ring: as many as there is room for."""
+        """Tiles of 16 keys and values in each warp's ring: as many as there is room for."""
         columns = 16 if self.bundles else self.group_pad
         sums = self.warps * columns * (4 * (self.head_dim + 4) + 8)
-        return min(48, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim))
+        return min(12, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * self.warps))
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
         more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "WARPS": self.warps, "STAGES": self.stages, "WARPGROUP": 0}
         return {name: int(value) for name, value in (names | more).items()}
+
+
+@dataclass(frozen=True)
+class EvenWorkspace:
+    """Device buffers of one plan capacity, at fixed addresses so that graphs can hold them. One in use a stream at a time."""
+
+    plan: torch.Tensor
+    """[capacity.size] int32: `EvenPlan.numbers`."""
+    sums: torch.Tensor
+    """[parts, group, head_dim] float32, group padded to a power of two."""
+    stats: torch.Tensor
+    """[parts, group, 2] float32: maximum and denominator."""
+    counters: torch.Tensor
+    """[parts] int32: parts of a row's head that have finished. Zero between launches."""
+    capacity: EvenCapacity
+
+    @classmethod
+    def allocate(cls, capacity: EvenCapacity, group: int, head_dim: int, device: torch.device) -> EvenWorkspace:
+        padded = triton.next_power_of_2(group)
+        return cls(
+            plan=torch.zeros(capacity.size, dtype=torch.int32, device=device),
+            sums=torch.empty(capacity.parts, padded, head_dim, dtype=torch.float32, device=device),
+            stats=torch.empty(capacity.parts, padded, 2, dtype=torch.float32, device=device),
+            counters=torch.zeros(capacity.parts, dtype=torch.int32, device=device),
+            capacity=capacity,
+        )
+
+    def load(self, plan: EvenPlan) -> None:
+        """Copy a plan in. The plan must have been made for this capacity."""
+        self.plan.copy_(torch.from_numpy(plan.numbers), non_blocking=True)
 
 
 class Arguments(ctypes.Structure):
@@ -70,7 +97,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "table", "items", "members", "out", "sums", "stats", "counters")),
         *((name, ctypes.c_longlong) for name in ("q_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("table_stride", "num_items", "window")),
+        *((name, ctypes.c_int) for name in ("table_stride", "window")),
         ("scale", ctypes.c_float),
     ]
 
@@ -103,18 +130,17 @@ def boxes_of(cache: torch.Tensor) -> Boxes:
 def arguments(
     q: torch.Tensor,
     block_tables: torch.Tensor,
-    workspace: DecodeWorkspace,
+    workspace: EvenWorkspace,
     out: torch.Tensor,
     *,
     scale: float,
     sliding_window: int | None,
 ) -> Arguments:
-    items = workspace.capacity.items
     return Arguments(
         q=q.data_ptr(),
         table=block_tables.data_ptr(),
         items=workspace.plan.data_ptr(),
-        members=workspace.plan.data_ptr() + 4 * ITEM_FIELDS * items,
+        members=workspace.plan.data_ptr() + 4 * ITEM_FIELDS * workspace.capacity.items,
         out=out.data_ptr(),
         sums=workspace.sums.data_ptr(),
         stats=workspace.stats.data_ptr(),
@@ -122,7 +148,6 @@ def arguments(
         q_stride=2 * q.stride(0),
         out_stride=2 * out.stride(0),
         table_stride=block_tables.stride(0),
-        num_items=items,
         window=sliding_window or 0,
         scale=scale * _LOG2_E,
     )
@@ -147,29 +172,24 @@ def prepare(form: Form, device: torch.device) -> None:
     _code(form, device)
 
 
-def grid_of(form: Form, items: int, sms: int) -> tuple[int, int, int]:
-    return (min(sms, items * form.kv_heads), 1, 1)
-
-
 def paged_decode(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
-    workspace: DecodeWorkspace,
+    workspace: EvenWorkspace,
     out: torch.Tensor,
     form: Form,
     *,
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """As `ops.triton.paged_decode.paged_decode`.
+    """As `ops.triton.paged_decode.paged_decode`, up to rounding.
 
     The kernel before may have written what a row has in its last 16 positions; all other keys and values, the plan and the block
     tables must be older.
     """
     kernel = _kernel(form, q.device)
     packed = arguments(q, block_tables, workspace, out, scale=scale, sliding_window=sliding_window)
-    grid = grid_of(form, workspace.capacity.items, sm_count(q.device))
-    kernel.launch(grid, packed, tensor_map(boxes_of(key_cache)), tensor_map(boxes_of(value_cache)))
+    kernel.launch((workspace.capacity.blocks, 1, 1), packed, tensor_map(boxes_of(key_cache)), tensor_map(boxes_of(value_cache)))
     return out

@@ -1,20 +1,21 @@
 // Attention of one query token a row over the paged cache, as fast as the cache comes from memory. A block stays on its SM and goes
-// through items of a plan (`decode_plan`), each with one KV head:
-//  * one warp has pages of keys and values copied into a ring in shared memory, far ahead, across items; it waits for the kernel before
-//    only where that kernel writes: at the last page of a row;
+// through the items that a plan has for it (`even_plan`), each with one KV head:
+//  * WARPS warps have pages of keys and values copied into rings in shared memory, far ahead, across items: each for one of the others,
+//    since a thread issues a copy only every 90 ns. They wait for the kernel before only where that kernel writes: at the last page of
+//    a row;
 //  * WARPS warps attend: each takes every WARPSth tile of 16 keys of an item. Keys are the rows of the tensor cores' first operand, the
 //    heads that share them the columns of the second: eight, not sixteen, are the least;
-//  * what the warps have of an item is added up in shared memory, in a fixed order, and what blocks have of a row by the last of them
-//    (as in `split_softmax`). The ring fills meanwhile.
+//  * what the warps have of an item is added up in shared memory, in a fixed order, and what blocks have of a row by the last of them.
+//    The rings fill meanwhile. What is done once an item is done once for nothing before the first: its instructions take a
+//    microsecond and more to come, which is then not at the end, where all wait for it.
 
-#define THREADS (32 * (WARPS + 1))
+#define THREADS (64 * WARPS)
 #define TILE_BYTES (16 * DIM * 2)  // of keys; as many of values
 #define STAGE_BYTES (2 * TILE_BYTES)
 #define STEPS (DIM / 16)
 #define COLUMNS (BUNDLES ? 16 : GROUP_PAD)  // that are kept: GROUP_PAD of each row
 #define OWN_TILES (GROUP_PAD > 8 ? 2 : 1)   // of eight columns, for a row alone
 #define LINE (DIM + 4)                      // of sums: no bank conflicts, and whole vectors
-#define ITEM_SLOTS 2
 #define PARTS_AT_ONCE 16
 
 struct Args {
@@ -27,80 +28,76 @@ struct Args {
   float* stats;
   int* counters;
   long long q_stride, out_stride;  // bytes
-  int table_stride, num_items, window;
+  int table_stride, window;
   float scale;  // for scores in base 2
 };
 
 struct Layout {
-  u32 ring, sums, stats, items, last, full, empty, item_full, item_empty;
+  u32 ring, sums, stats, last, full, empty;
 };
 
 INLINE Layout layout_of(u32 shared) {
   Layout l;
   l.ring = shared;
-  l.sums = l.ring + STAGES * STAGE_BYTES;
+  l.sums = l.ring + WARPS * STAGES * STAGE_BYTES;
   l.stats = l.sums + WARPS * COLUMNS * LINE * 4;
-  l.items = l.stats + WARPS * COLUMNS * 8;
-  l.last = l.items + ITEM_SLOTS * 64;
+  l.last = l.stats + WARPS * COLUMNS * 8;
   l.full = l.last + 16;
-  l.empty = l.full + 8 * STAGES;
-  l.item_full = l.empty + 8 * STAGES;
-  l.item_empty = l.item_full + 8 * ITEM_SLOTS;
+  l.empty = l.full + 8 * WARPS * STAGES;
   return l;
 }
 
-// Fields of an item as in `decode_plan`, and the KV head.
+// See `even_plan`. A row below 0 is none: nothing is read or written for it.
 struct Item {
-  int row, lo, hi, context, part, first_part, num_parts, members, head;
+  int row, lo, hi, context, part, first_part, num_parts, members, head, next;
 };
 
-INLINE void copy_items(const Args& p, const Map& keys, const Map& values, const Layout& l, int lane) {
-  int slot = 0, round = 0, n = 0;
-  bool waited = false;
-  if (lane == 0) prefetch_map(keys), prefetch_map(values);
-  for (int work = block_x();; work += blocks_x(), n++) {
-    const int item = work / KV_HEADS, head = work % KV_HEADS, item_slot = n % ITEM_SLOTS;
-    int row = 0, lo = 0, hi = 0, context = 0;
-    wait_at(l.item_empty + 8 * item_slot, (n / ITEM_SLOTS & 1) ^ 1);
-    if (item < p.num_items) {
-      const U4 first = load16(p.items + item * 8), second = load16(p.items + item * 8 + 4);
-      row = first.v[0], lo = first.v[1], hi = first.v[2], context = first.v[3];
-      if (lane == 0) {
-        put_vector(l.items + item_slot * 64, first);
-        put_vector(l.items + item_slot * 64 + 16, second);
-        put_word(l.items + item_slot * 64 + 32, head);
-      }
-    } else if (lane == 0) {
-      put_word(l.items + item_slot * 64 + 8, 0);
-    }
-    if (lane == 0) arrive_at(l.item_full + 8 * item_slot);
-    if (hi <= 0) return;  // empty ones are the last
-    const int tiles = (hi - lo + 15) / 16;
-    const int* table = p.table + (long long)row * p.table_stride;
-    for (int begin = 0; begin < tiles; begin += 32) {
-      const int mine = lo + 16 * (begin + lane);
-      const u32 entry = mine < hi ? load_number(table + mine / BLOCK) : 0;
-      for (int i = 0; i < 32 && begin + i < tiles; i++) {
-        const int block = of_lane(entry, i), at = lo + 16 * (begin + i);
-        if (lane == 0) {
-          wait_at(l.empty + 8 * slot, (round & 1) ^ 1);
-          if (at + 16 >= context && !waited) wait_for_inputs(), waited = true;
-          const u32 to = l.ring + slot * STAGE_BYTES, bar = l.full + 8 * slot;
-          expect_bytes(bar, STAGE_BYTES);
-          copy_page(to, keys, at % BLOCK, head, block, bar);
-          copy_page(to + TILE_BYTES, values, at % BLOCK, head, block, bar);
-        }
-        if (++slot == STAGES) slot = 0, round++;
-      }
-    }
-  }
+INLINE Item load_item(const Args& p, int place) {
+  const int* at = p.items + place * 12;
+  const U4 a = load16(at), b = load16(at + 4), c = load16(at + 8);
+  return Item{(int)a.v[0], (int)a.v[1], (int)a.v[2], (int)a.v[3], (int)b.v[0], (int)b.v[1], (int)b.v[2], (int)b.v[3], (int)c.v[0], (int)c.v[1]};
 }
 
-// Where a warp is in the ring.
+INLINE int tiles_of(const Item& item) { return (item.hi - item.lo + 15) / 16; }
+
+// Where a warp is in its ring.
 struct Place {
   int slot, round;
   int next;  // its next tile, counted from the item's first
 };
+
+INLINE void move_on(Place& place) {
+  place.next += WARPS;
+  if (++place.slot == STAGES) place.slot = 0, place.round++;
+}
+
+INLINE void copy_items(const Args& p, const Map& keys, const Map& values, const Layout& l, int warp, int lane) {
+  if (lane == 0) prefetch_map(keys), prefetch_map(values);
+  Place place = {0, 0, warp};
+  bool waited = false;
+  Item item = load_item(p, block_x());
+  while (item.hi > 0) {
+    const int tiles = tiles_of(item), *table = p.table + (long long)item.row * p.table_stride;
+    Item following = {};
+    if (item.next > 0) following = load_item(p, item.next);
+    while (place.next < tiles) {
+      const int mine = item.lo + 16 * (place.next + WARPS * lane);
+      const u32 entry = mine < item.hi ? load_number(table + mine / BLOCK) : 0;
+      for (int i = 0; i < 32 && place.next < tiles; i++, move_on(place)) {
+        const int block = of_lane(entry, i), at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
+        if (lane != 0) continue;
+        const u32 to = l.ring + slot * STAGE_BYTES, bar = l.full + 8 * slot;
+        wait_at(l.empty + 8 * slot, (place.round & 1) ^ 1);
+        if (at + 16 >= item.context && !waited) wait_for_inputs(), waited = true;
+        expect_bytes(bar, STAGE_BYTES);
+        copy_page(to, keys, at % BLOCK, item.head, block, bar);
+        copy_page(to + TILE_BYTES, values, at % BLOCK, item.head, block, bar);
+      }
+    }
+    place.next -= tiles;
+    item = following;
+  }
+}
 
 // What a lane has of a warp's part of an item: of sums, in column tile i and rows of 16 of the head's elements, those of its quad's
 // columns 2 * (lane % 4) and the next.
@@ -112,7 +109,7 @@ struct Sums {
 
 // Columns are the heads of one row, GROUP_PAD each; in a bundle, then those of the next.
 INLINE bool in_use(const Item& item, int column) {
-  return column % GROUP_PAD < GROUP && column / GROUP_PAD < (item.members > 0 ? item.members : 1);
+  return item.row >= 0 && column % GROUP_PAD < GROUP && column / GROUP_PAD < (item.members > 0 ? item.members : 1);
 }
 
 template <int TILES>
@@ -134,7 +131,7 @@ UNROLL
 }
 
 template <int TILES>
-INLINE void attend_tiles(Sums<TILES>& sums, const Args& p, const Layout& l, const Item& item, Place& place, int lane) {
+INLINE void attend_tiles(Sums<TILES>& sums, const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
   u32 q[TILES][STEPS][2];
   load_queries<TILES>(q, p, item, lane);
 UNROLL
@@ -146,15 +143,15 @@ UNROLL
 UNROLL
     for (int c = 0; c < 2; c++) sums.most[i][c] = -1.0e30f, sums.sum[i][c] = 0.0f;
   }
-  const int tiles = (item.hi - item.lo + 15) / 16;
+  const int tiles = tiles_of(item);
   const int seen_from = p.window > 0 ? item.context - p.window : 0;
   // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8. Lane 8 * i + j names row j of matrix i.
   const int j = lane & 7, key_of_k = j + (lane & 8), key_of_v = j + (lane >> 4) * 8;
   const u32 k_row = key_of_k * 128, v_row = TILE_BYTES + key_of_v * 128;
-  for (; place.next < tiles; place.next += WARPS) {
-    const int at = item.lo + 16 * place.next;
-    const u32 stage = l.ring + place.slot * STAGE_BYTES;
-    wait_at(l.full + 8 * place.slot, place.round & 1);
+  for (; place.next < tiles; move_on(place)) {
+    const int at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
+    const u32 stage = l.ring + slot * STAGE_BYTES;
+    wait_at(l.full + 8 * slot, place.round & 1);
     float scores[TILES][2][4];
 UNROLL
     for (int i = 0; i < TILES; i++)
@@ -225,13 +222,11 @@ UNROLL
       }
     }
     wait_for_loads(check, weights[0][0]);  // or what is copied next could overtake them
-    if (lane == 0) arrive_at(l.empty + 8 * place.slot);
+    if (lane == 0) arrive_at(l.empty + 8 * slot);
 UNROLL
     for (int s = 0; s < STEPS; s++)
 UNROLL
       for (int i = 0; i < TILES; i++) warp_mma(sums.acc[i][s], v[s], weights[i][0], weights[i][1]);
-    place.slot += WARPS;
-    if (place.slot >= STAGES) place.slot -= STAGES, place.round++;
   }
   place.next -= tiles;
 }
@@ -257,7 +252,7 @@ UNROLL
 }
 
 INLINE void store_out(const Args& p, int row, int head, int g, int d, const float (&x)[4], float divisor) {
-  if (g >= GROUP) return;
+  if (g >= GROUP || row < 0) return;
   const float factor = 1.0f / divisor;
   store8(p.out + row * p.out_stride + ((head * GROUP + g) * DIM + d) * 2, narrow2(x[0] * factor, x[1] * factor), narrow2(x[2] * factor, x[3] * factor));
 }
@@ -268,22 +263,28 @@ INLINE void add_parts(const Args& p, int row, int head, int first_part, int num_
     const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f}, most = -1.0e30f, sum = 0.0f;
     for (int begin = 0; begin < num_parts; begin += PARTS_AT_ONCE) {
+      // No branch between these loads: they are to be on their way together.
       float part[PARTS_AT_ONCE][4], stats[PARTS_AT_ONCE][2];
 UNROLL
       for (int n = 0; n < PARTS_AT_ONCE; n++) {
-        const int which = begin + n < num_parts ? begin + n : num_parts - 1;
-        const long long place = ((long long)(first_part + which) * KV_HEADS + head) * GROUP_PAD + g;
+        const long long place = (long long)(first_part + smaller(begin + n, num_parts - 1)) * GROUP_PAD + g;
         load_fresh(stats[n], p.stats + place * 2);
         load_fresh(part[n], p.sums + place * DIM + d);
       }
+      float higher = most;
+UNROLL
+      for (int n = 0; n < PARTS_AT_ONCE; n++) higher = larger(higher, stats[n][0]);
+      const float fade = power_of_2(most - higher);
+      most = higher;
+      sum *= fade;
+UNROLL
+      for (int e = 0; e < 4; e++) total[e] *= fade;
 UNROLL
       for (int n = 0; n < PARTS_AT_ONCE; n++) {
-        if (begin + n >= num_parts) break;
-        const float higher = larger(most, stats[n][0]), fade = power_of_2(most - higher), weight = power_of_2(stats[n][0] - higher);
-        most = higher;
-        sum = sum * fade + stats[n][1] * weight;
+        const float weight = begin + n < num_parts ? power_of_2(stats[n][0] - higher) : 0.0f;
+        sum += stats[n][1] * weight;
 UNROLL
-        for (int e = 0; e < 4; e++) total[e] = total[e] * fade + part[n][e] * weight;
+        for (int e = 0; e < 4; e++) total[e] += part[n][e] * weight;
       }
     }
     store_out(p, row, head, g, d, total, sum);
@@ -309,12 +310,12 @@ UNROLL
     }
     if (item.part < 0) {
       store_out(p, item.row, item.head, g, d, total, sum);
-    } else {
+    } else if (item.row >= 0) {
       int part = item.part;
 #if BUNDLES
       if (item.members > 0) part = load_number(p.members + (item.part + column / GROUP_PAD) * 4 + 1);
 #endif
-      const long long place = ((long long)part * KV_HEADS + item.head) * GROUP_PAD + g;
+      const long long place = (long long)part * GROUP_PAD + g;
       store_floats(p.sums + place * DIM + d, total);
       if (d == 0) store_pair(p.stats + place * 2, most, sum);
     }
@@ -329,7 +330,7 @@ UNROLL
       row = entry.v[0], first_part = entry.v[2], num_parts = entry.v[3];
     }
 #endif
-    if (thread_id() == 0) put_word(l.last, counted_last(p.counters + (long long)first_part * KV_HEADS + item.head, num_parts));
+    if (thread_id() == 0) put_word(l.last, row < 0 || counted_last(p.counters + first_part, num_parts));
     some_barrier(32 * WARPS);
     const bool last = shared4(l.last);
     if (last) add_parts(p, row, item.head, first_part, num_parts);
@@ -340,7 +341,7 @@ UNROLL
 template <int TILES>
 INLINE void attend(const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
   Sums<TILES> sums;
-  attend_tiles<TILES>(sums, p, l, item, place, lane);
+  attend_tiles<TILES>(sums, p, l, item, place, warp, lane);
   leave_in_shared<TILES>(sums, l, warp, lane);
 }
 
@@ -349,34 +350,22 @@ KERNEL(paged_decode, THREADS)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
   const int lane = thread_id() & 31, warp = thread_id() >> 5;
   const Layout l = layout_of(shared_address(shared));
   if (thread_id() == 0) {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < WARPS * STAGES; i++) {
       set_barrier(l.full + 8 * i, 1);
       set_barrier(l.empty + 8 * i, 1);
-    }
-    for (int i = 0; i < ITEM_SLOTS; i++) {
-      set_barrier(l.item_full + 8 * i, 1);
-      set_barrier(l.item_empty + 8 * i, WARPS);
     }
     publish_barriers();
   }
   block_barrier();
-  if (warp == WARPS) {
-    copy_items(p, keys, values, l, lane);
+  if (warp >= WARPS) {
+    copy_items(p, keys, values, l, warp - WARPS, lane);
     return;
   }
-  wait_for_inputs();
-  release_dependents();
-  Place place = {warp, 0, warp};
-  for (int n = 0;; n++) {
-    const int slot = n % ITEM_SLOTS;
-    const u32 at = l.items + slot * 64;
-    wait_at(l.item_full + 8 * slot, n / ITEM_SLOTS & 1);
-    const U4 first = shared16(at), second = shared16(at + 16);
-    const Item item = {(int)first.v[0], (int)first.v[1], (int)first.v[2], (int)first.v[3], (int)second.v[0],
-                       (int)second.v[1], (int)second.v[2], (int)second.v[3], (int)shared4(at + 32)};
-    if (item.hi <= 0) return;
-    warp_barrier();
-    if (lane == 0) arrive_at(l.item_empty + 8 * slot);
+  Place place = {0, 0, warp};
+  Item item = {-1, 0, 0, 0, 0, 0, 1, 0, 0, 0};  // the one for nothing
+  while (true) {
+    Item following = {};
+    if (item.next > 0) following = load_item(p, item.next);
 #if BUNDLES && OWN_TILES == 1
     if (item.members * GROUP_PAD > 8) attend<2>(p, l, item, place, warp, lane);
     else attend<1>(p, l, item, place, warp, lane);
@@ -384,5 +373,12 @@ KERNEL(paged_decode, THREADS)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
     attend<OWN_TILES>(p, l, item, place, warp, lane);
 #endif
     finish_item(p, l, item);
+    if (item.row < 0) {
+      following = load_item(p, block_x());
+      wait_for_inputs();
+      release_dependents();
+    }
+    item = following;
+    if (item.hi <= 0) return;
   }
 }

@@ -218,6 +218,7 @@ INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 INLINE u32 of_lane(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
