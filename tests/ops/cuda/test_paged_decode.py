@@ -67,7 +67,7 @@ def decode_case(contexts: list[int], heads: int, kv_heads: int, head_dim: int, *
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 128), (8, 1, 128), (16, 1, 64), (2, 1, 256), (5, 1, 64), (1, 1, 128)]
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 128), (8, 1, 128), (16, 1, 64), (5, 1, 64), (1, 1, 128)]
 )
 def test_matches_float64(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -161,15 +161,15 @@ def test_what_the_kernel_does_not_take() -> None:
     assert form_of(half, half, 128, 16, 1, 32, bundles=True) is None
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize("bundles", [False, True])
 def test_every_form_fits(head_dim: int, group: int, bundles: bool) -> None:
     form = form_of(torch.float16, torch.float16, head_dim, 16, 8, group, bundles=bundles)
     assert form is not None
     assert form.stages >= 2
-    columns = 16 if bundles else form.group_pad
-    used = form.warps * (form.stages * (64 * head_dim + 16) + columns * (4 * (head_dim + 4) + 8)) + 16
+    sums = form.buffers * (form.columns * (4 * (head_dim + 4) + 8) * form.warps + 16)
+    used = form.warps * form.stages * (64 * head_dim + 16) + sums + 16
     assert used <= 227 << 10
 
 

@@ -347,7 +347,9 @@ INLINE bool counted_last(int* counter, int all) {
 }
 INLINE float load_fresh(const float* p) { return *p; }
 template <int N>
-INLINE void load_fresh(float (&r)[N], const float* p) {
+INLINE void load_fresh(float (&r)[N], const float* p, bool there) {
+  memset(r, 0, sizeof(r));
+  if (!there) return;
   if ((uintptr_t)p % (4 * N)) abort();
   memcpy(r, p, 4 * N);
 }

@@ -46,19 +46,28 @@ class Form:
 
     @property
     def threads(self) -> int:
-        return 64 * self.warps
+        return 96 * self.warps
+
+    @property
+    def columns(self) -> int:
+        """Of sums that a warp leaves for an item."""
+        return 16 if self.bundles else self.group_pad
+
+    @property
+    def buffers(self) -> int:
+        """Items whose sums can lie in shared memory."""
+        return 2 if self.columns <= 8 else 1
 
     @property
     def stages(self) -> int:
         """Tiles of 16 keys and values in each warp's ring: as many as there is room for."""
-        columns = 16 if self.bundles else self.group_pad
-        sums = self.warps * columns * (4 * (self.head_dim + 4) + 8)
+        sums = self.buffers * self.warps * self.columns * (4 * (self.head_dim + 4) + 8)
         return min(12, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * self.warps))
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
-        more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "WARPS": self.warps, "STAGES": self.stages, "WARPGROUP": 0}
-        return {name: int(value) for name, value in (names | more).items()}
+        more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "WARPS": self.warps, "STAGES": self.stages}
+        return {name: int(value) for name, value in (names | more | {"BUFFERS": self.buffers, "WARPGROUP": 0}).items()}
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: 
     """None where the kernel does not take it: a float8 cache, heads that are not whole lines, blocks that are not whole tiles."""
     if dtype not in (torch.float16, torch.bfloat16) or cache_dtype != dtype:
         return None
-    if head_dim not in (64, 128, 256) or block % 16 or group > 16:
+    if head_dim not in (64, 128) or block % 16 or group > 16:
         return None
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group, bundles)
 

@@ -5,11 +5,13 @@
 //    a row;
 //  * WARPS warps attend: each takes every WARPSth tile of 16 keys of an item. Keys are the rows of the tensor cores' first operand, the
 //    heads that share them the columns of the second: eight, not sixteen, are the least;
-//  * what the warps have of an item is added up in shared memory, in a fixed order, and what blocks have of a row by the last of them.
-//    The rings fill meanwhile. What is done once an item is done once for nothing before the first: its instructions take a
-//    microsecond and more to come, which is then not at the end, where all wait for it.
+//  * WARPS warps finish: they add up what those have of an item, in a fixed order, and where blocks share a row, the last of them adds up
+//    what all have. What they do they do once for nothing at the start: its instructions take a microsecond to come, which is then not
+//    at the end, where all wait for it.
+// What is read in the ordinary way waits behind the copies that are under way, for up to 6 microseconds: so items and queries are read
+// ahead too, and who attends waits for nothing else.
 
-#define THREADS (64 * WARPS)
+#define THREADS (96 * WARPS)
 #define TILE_BYTES (16 * DIM * 2)  // of keys; as many of values
 #define STAGE_BYTES (2 * TILE_BYTES)
 #define STEPS (DIM / 16)
@@ -17,6 +19,9 @@
 #define OWN_TILES (GROUP_PAD > 8 ? 2 : 1)   // of eight columns, for a row alone
 #define LINE (DIM + 4)                      // of sums: no bank conflicts, and whole vectors
 #define PARTS_AT_ONCE 16
+#define QUERY_TILES (BUNDLES ? 2 : OWN_TILES)
+#define SUMS_BYTES (WARPS * COLUMNS * LINE * 4)
+#define STATS_BYTES (WARPS * COLUMNS * 8)
 
 struct Args {
   const u8* q;
@@ -33,21 +38,24 @@ struct Args {
 };
 
 struct Layout {
-  u32 ring, sums, stats, last, full, empty;
+  u32 ring, sums, stats, last, full, empty, ready, taken;
 };
 
 INLINE Layout layout_of(u32 shared) {
   Layout l;
   l.ring = shared;
   l.sums = l.ring + WARPS * STAGES * STAGE_BYTES;
-  l.stats = l.sums + WARPS * COLUMNS * LINE * 4;
-  l.last = l.stats + WARPS * COLUMNS * 8;
+  l.stats = l.sums + BUFFERS * SUMS_BYTES;
+  l.last = l.stats + BUFFERS * STATS_BYTES;
   l.full = l.last + 16;
   l.empty = l.full + 8 * WARPS * STAGES;
+  l.ready = l.empty + 8 * WARPS * STAGES;
+  l.taken = l.ready + 8 * BUFFERS;
   return l;
 }
 
-// See `even_plan`. A row below 0 is none: nothing is read or written for it.
+// See `even_plan`. For NOBODY, nothing is read or written.
+#define NOBODY -1
 struct Item {
   int row, lo, hi, context, part, first_part, num_parts, members, head, next;
 };
@@ -109,13 +117,14 @@ struct Sums {
 
 // Columns are the heads of one row, GROUP_PAD each; in a bundle, then those of the next.
 INLINE bool in_use(const Item& item, int column) {
-  return item.row >= 0 && column % GROUP_PAD < GROUP && column / GROUP_PAD < (item.members > 0 ? item.members : 1);
+  return item.hi > 0 && column % GROUP_PAD < GROUP && column / GROUP_PAD < (item.members > 0 ? item.members : 1);
 }
 
-template <int TILES>
-INLINE void load_queries(u32 (&q)[TILES][STEPS][2], const Args& p, const Item& item, int lane) {
+typedef u32 Queries[QUERY_TILES][STEPS][2];
+
+INLINE void load_queries(Queries& q, const Args& p, const Item& item, int lane) {
 UNROLL
-  for (int i = 0; i < TILES; i++) {
+  for (int i = 0; i < QUERY_TILES; i++) {
     const int column = 8 * i + (lane >> 2);
     const bool used = in_use(item, column);
     int row = item.row;
@@ -131,9 +140,7 @@ UNROLL
 }
 
 template <int TILES>
-INLINE void attend_tiles(Sums<TILES>& sums, const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
-  u32 q[TILES][STEPS][2];
-  load_queries<TILES>(q, p, item, lane);
+INLINE void attend_tiles(Sums<TILES>& sums, const Queries& q, const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
 UNROLL
   for (int i = 0; i < TILES; i++) {
 UNROLL
@@ -232,7 +239,7 @@ UNROLL
 }
 
 template <int TILES>
-INLINE void leave_in_shared(Sums<TILES>& sums, const Layout& l, int warp, int lane) {
+INLINE void leave_in_shared(Sums<TILES>& sums, const Layout& l, int buffer, int warp, int lane) {
 UNROLL
   for (int i = 0; i < TILES; i++)
 UNROLL
@@ -242,7 +249,8 @@ UNROLL
 UNROLL
       for (int by = 4; by < 32; by *= 2) sum += as_float(of_lane(as_bits(sum), lane ^ by));
       if (column >= COLUMNS) continue;
-      const u32 to = l.sums + ((warp * COLUMNS + column) * LINE + (lane >> 2)) * 4, stats = l.stats + (warp * COLUMNS + column) * 8;
+      const u32 to = l.sums + buffer * SUMS_BYTES + ((warp * COLUMNS + column) * LINE + (lane >> 2)) * 4;
+      const u32 stats = l.stats + buffer * STATS_BYTES + (warp * COLUMNS + column) * 8;
 UNROLL
       for (int s = 0; s < STEPS; s++)
 UNROLL
@@ -252,14 +260,14 @@ UNROLL
 }
 
 INLINE void store_out(const Args& p, int row, int head, int g, int d, const float (&x)[4], float divisor) {
-  if (g >= GROUP || row < 0) return;
+  if (g >= GROUP || row == NOBODY) return;
   const float factor = 1.0f / divisor;
   store8(p.out + row * p.out_stride + ((head * GROUP + g) * DIM + d) * 2, narrow2(x[0] * factor, x[1] * factor), narrow2(x[2] * factor, x[3] * factor));
 }
 
 // All parts of a row, in their order; a thread has four elements of a head.
-INLINE void add_parts(const Args& p, int row, int head, int first_part, int num_parts) {
-  for (int i = thread_id(); i < GROUP_PAD * DIM / 4; i += 32 * WARPS) {
+INLINE void add_parts(const Args& p, int row, int head, int first_part, int num_parts, int thread) {
+  for (int i = thread; i < GROUP_PAD * DIM / 4; i += 32 * WARPS) {
     const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f}, most = -1.0e30f, sum = 0.0f;
     for (int begin = 0; begin < num_parts; begin += PARTS_AT_ONCE) {
@@ -268,8 +276,8 @@ INLINE void add_parts(const Args& p, int row, int head, int first_part, int num_
 UNROLL
       for (int n = 0; n < PARTS_AT_ONCE; n++) {
         const long long place = (long long)(first_part + smaller(begin + n, num_parts - 1)) * GROUP_PAD + g;
-        load_fresh(stats[n], p.stats + place * 2);
-        load_fresh(part[n], p.sums + place * DIM + d);
+        load_fresh(stats[n], p.stats + place * 2, row != NOBODY);
+        load_fresh(part[n], p.sums + place * DIM + d, row != NOBODY);
       }
       float higher = most;
 UNROLL
@@ -292,17 +300,17 @@ UNROLL
 }
 
 // What the warps have of an item, together: the output, or a part of it.
-INLINE void finish_item(const Args& p, const Layout& l, const Item& item) {
+INLINE void finish_item(const Args& p, const Layout& l, const Item& item, int buffer, int thread) {
   const int rows = item.members > 0 ? item.members : 1;
-  some_barrier(32 * WARPS);
-  for (int i = thread_id(); i < rows * GROUP_PAD * DIM / 4; i += 32 * WARPS) {
+  const u32 sums_at = l.sums + buffer * SUMS_BYTES, stats_at = l.stats + buffer * STATS_BYTES;
+  for (int i = thread; i < rows * GROUP_PAD * DIM / 4; i += 32 * WARPS) {
     const int column = i / (DIM / 4), d = i % (DIM / 4) * 4, g = column % GROUP_PAD;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f}, most = -1.0e30f, sum = 0.0f;
 UNROLL
-    for (int w = 0; w < WARPS; w++) most = larger(most, as_float(shared4(l.stats + (w * COLUMNS + column) * 8)));
+    for (int w = 0; w < WARPS; w++) most = larger(most, as_float(shared4(stats_at + (w * COLUMNS + column) * 8)));
 UNROLL
     for (int w = 0; w < WARPS; w++) {
-      const U4 stats = shared8(l.stats + (w * COLUMNS + column) * 8), part = shared16(l.sums + ((w * COLUMNS + column) * LINE + d) * 4);
+      const U4 stats = shared8(stats_at + (w * COLUMNS + column) * 8), part = shared16(sums_at + ((w * COLUMNS + column) * LINE + d) * 4);
       const float weight = power_of_2(as_float(stats.v[0]) - most);
       sum += as_float(stats.v[1]) * weight;
 UNROLL
@@ -310,7 +318,7 @@ UNROLL
     }
     if (item.part < 0) {
       store_out(p, item.row, item.head, g, d, total, sum);
-    } else if (item.row >= 0) {
+    } else if (item.row != NOBODY) {
       int part = item.part;
 #if BUNDLES
       if (item.members > 0) part = load_number(p.members + (item.part + column / GROUP_PAD) * 4 + 1);
@@ -321,6 +329,7 @@ UNROLL
     }
   }
   some_barrier(32 * WARPS);
+  if (thread == 0 && item.row != NOBODY) arrive_at(l.taken + 8 * buffer);
   if (item.part < 0) return;
   for (int member = 0; member < rows; member++) {
     int row = item.row, first_part = item.first_part, num_parts = item.num_parts;
@@ -330,19 +339,68 @@ UNROLL
       row = entry.v[0], first_part = entry.v[2], num_parts = entry.v[3];
     }
 #endif
-    if (thread_id() == 0) put_word(l.last, row < 0 || counted_last(p.counters + first_part, num_parts));
+    if (thread == 0) put_word(l.last, row == NOBODY || counted_last(p.counters + first_part, num_parts));
     some_barrier(32 * WARPS);
     const bool last = shared4(l.last);
-    if (last) add_parts(p, row, item.head, first_part, num_parts);
+    if (last) add_parts(p, row, item.head, first_part, num_parts, thread);
     some_barrier(32 * WARPS);
   }
 }
 
+INLINE void finish_items(const Args& p, const Layout& l, int thread) {
+  const Item first = load_item(p, block_x());
+  Item item = {NOBODY, 0, 0, 0, 0, 0, 1, 0, 0, 0};
+  for (int n = -1;; n++) {
+    const int buffer = n < 0 ? 0 : n % BUFFERS;
+    Item following = first;
+    if (n >= 0) {
+      following = Item{};
+      if (item.next > 0) following = load_item(p, item.next);
+      wait_at(l.ready + 8 * buffer, n / BUFFERS & 1);
+    }
+    finish_item(p, l, item, buffer, thread);
+    if (n < 0) wait_for_inputs();
+    item = following;
+    if (item.hi <= 0) return;
+  }
+}
+
 template <int TILES>
-INLINE void attend(const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
+INLINE void attend(const Queries& q, const Args& p, const Layout& l, const Item& item, Place& place, int n, int warp, int lane) {
   Sums<TILES> sums;
-  attend_tiles<TILES>(sums, p, l, item, place, warp, lane);
-  leave_in_shared<TILES>(sums, l, warp, lane);
+  attend_tiles<TILES>(sums, q, p, l, item, place, warp, lane);
+  wait_at(l.taken + 8 * (n % BUFFERS), (n / BUFFERS & 1) ^ 1);
+  leave_in_shared<TILES>(sums, l, n % BUFFERS, warp, lane);
+  warp_barrier();
+  if (lane == 0) arrive_at(l.ready + 8 * (n % BUFFERS));
+}
+
+INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
+  Item item = load_item(p, block_x()), following = {};
+  wait_for_inputs();
+  release_dependents();
+  Place place = {0, 0, warp};
+  Queries q, next_q;
+  load_queries(q, p, item, lane);
+  if (item.next > 0) following = load_item(p, item.next);
+  for (int n = 0; item.hi > 0; n++) {
+    Item second = {};
+    load_queries(next_q, p, following, lane);
+    if (following.next > 0) second = load_item(p, following.next);
+#if BUNDLES && OWN_TILES == 1
+    if (item.members * GROUP_PAD > 8) attend<2>(q, p, l, item, place, n, warp, lane);
+    else attend<1>(q, p, l, item, place, n, warp, lane);
+#else
+    attend<OWN_TILES>(q, p, l, item, place, n, warp, lane);
+#endif
+    item = following, following = second;
+UNROLL
+    for (int i = 0; i < QUERY_TILES; i++)
+UNROLL
+      for (int s = 0; s < STEPS; s++)
+UNROLL
+        for (int h = 0; h < 2; h++) q[i][s][h] = next_q[i][s][h];
+  }
 }
 
 KERNEL(paged_decode, THREADS)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
@@ -354,31 +412,14 @@ KERNEL(paged_decode, THREADS)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
       set_barrier(l.full + 8 * i, 1);
       set_barrier(l.empty + 8 * i, 1);
     }
+    for (int i = 0; i < BUFFERS; i++) {
+      set_barrier(l.ready + 8 * i, WARPS);
+      set_barrier(l.taken + 8 * i, 1);
+    }
     publish_barriers();
   }
   block_barrier();
-  if (warp >= WARPS) {
-    copy_items(p, keys, values, l, warp - WARPS, lane);
-    return;
-  }
-  Place place = {0, 0, warp};
-  Item item = {-1, 0, 0, 0, 0, 0, 1, 0, 0, 0};  // the one for nothing
-  while (true) {
-    Item following = {};
-    if (item.next > 0) following = load_item(p, item.next);
-#if BUNDLES && OWN_TILES == 1
-    if (item.members * GROUP_PAD > 8) attend<2>(p, l, item, place, warp, lane);
-    else attend<1>(p, l, item, place, warp, lane);
-#else
-    attend<OWN_TILES>(p, l, item, place, warp, lane);
-#endif
-    finish_item(p, l, item);
-    if (item.row < 0) {
-      following = load_item(p, block_x());
-      wait_for_inputs();
-      release_dependents();
-    }
-    item = following;
-    if (item.hi <= 0) return;
-  }
+  if (warp < WARPS) attend_items(p, l, warp, lane);
+  else if (warp < 2 * WARPS) copy_items(p, keys, values, l, warp - WARPS, lane);
+  else finish_items(p, l, thread_id() - 64 * WARPS);
 }

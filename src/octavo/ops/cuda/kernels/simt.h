@@ -248,9 +248,14 @@ INLINE float load_fresh(const float* p) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p));
   return r;
 }
-INLINE void load_fresh(float (&r)[2], const float* p) {
-  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(r[0]), "=f"(r[1]) : "l"(p));
+// Zeros, and nothing is read, unless `there`: no branch.
+INLINE void load_fresh(float (&r)[2], const float* p, bool there) {
+  r[0] = r[1] = 0.0f;
+  asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %3, 0;\n@there ld.global.cg.v2.f32 {%0,%1}, [%2];\n}" : "+f"(r[0]), "+f"(r[1]) : "l"(p), "r"((int)there));
 }
-INLINE void load_fresh(float (&r)[4], const float* p) {
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r[0]), "=f"(r[1]), "=f"(r[2]), "=f"(r[3]) : "l"(p));
+INLINE void load_fresh(float (&r)[4], const float* p, bool there) {
+  r[0] = r[1] = r[2] = r[3] = 0.0f;
+  asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %5, 0;\n@there ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];\n}"
+               : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3])
+               : "l"(p), "r"((int)there));
 }
