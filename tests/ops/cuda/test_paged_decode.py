@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -31,7 +29,6 @@ def run(
     max_rows: int | None = None,
     launches: int = 1,
     bundles: Bundles | None = None,
-    warps: int = 4,
     sms: int = SMS,
 ) -> torch.Tensor:
     rows, heads, head_dim = case.q.shape
@@ -43,7 +40,6 @@ def run(
     assert bool(plan.num_members) == (bundles is not None)
     form = form_of(case.q.dtype, case.key_cache.dtype, head_dim, block, kv_heads, group, bundles=capacity.members > 0)
     assert form is not None
-    form = replace(form, warps=warps)
     workspace = EvenWorkspace.allocate(capacity, group, head_dim, case.q.device)
     workspace.load(plan)
     out = torch.full_like(case.q, float("nan"))
@@ -84,13 +80,6 @@ def test_whatever_the_lengths(contexts: list[int]) -> None:
     case.starts[:] = [max(n, 1) - 1 for n in contexts]
     assert relative_error(out[rows], attention_reference(case, scale=0.125)[rows]) < LIMITS[case.q.dtype]
     assert out[[i for i, n in enumerate(contexts) if not n]].isnan().all(), "rows without work are not written"
-
-
-@pytest.mark.parametrize("warps", [2, 8])
-def test_whatever_the_number_of_warps(warps: int) -> None:
-    torch.manual_seed(2)
-    case = decode_case([300, 20, 1, 90, 47], 4, 2, 64)
-    assert relative_error(run(case, warps=warps, launches=2), attention_reference(case, scale=0.125)) < LIMITS[case.q.dtype]
 
 
 def test_a_second_launch_finds_the_workspace_ready() -> None:
@@ -168,8 +157,8 @@ def test_every_form_fits(head_dim: int, group: int, bundles: bool) -> None:
     form = form_of(torch.float16, torch.float16, head_dim, 16, 8, group, bundles=bundles)
     assert form is not None
     assert form.stages >= 2
-    sums = form.buffers * (form.columns * (4 * (head_dim + 4) + 8) * form.warps + 16)
-    used = form.warps * form.stages * (64 * head_dim + 16) + sums + 16
+    sums = form.buffers * (form.columns * (4 * (head_dim + 4) + 8) * 4 + 16)
+    used = 4 * form.stages * (64 * head_dim + 16) + sums + 16
     assert used <= 227 << 10
 
 

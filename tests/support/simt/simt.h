@@ -65,6 +65,10 @@ static void meet(Counter& counter, int all) {
   }
   while (counter.generation == generation) others_turn();
 }
+template <int>
+INLINE void take_registers() {}
+template <int>
+INLINE void leave_registers() {}
 INLINE void block_barrier() { meet(block_counter, (int)lanes.size()); }
 static Counter some_counter;
 INLINE void some_barrier(int threads) { meet(some_counter, threads); }

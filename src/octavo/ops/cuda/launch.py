@@ -73,6 +73,8 @@ class Boxes:
     """Elements that are copied at once."""
     exchanged: bool = False
     """Lines of 128 bytes, their 16-byte pieces exchanged by the line's number modulo 8 (by address: boxes go to multiples of 1024)."""
+    promoted: bool = True
+    """Whether L2 fetches 256 bytes where fewer are asked for."""
 
 
 @functools.lru_cache(8192)
@@ -92,7 +94,7 @@ def tensor_map(boxes: Boxes) -> TensorMap:
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
         _SWIZZLE_128_BYTES if boxes.exchanged else 0,
-        _PROMOTE_TO_256_BYTES,
+        _PROMOTE_TO_256_BYTES if boxes.promoted else 0,
         0,
     )
     _check(status, f"A tensor of shape {boxes.shape}, strides {boxes.strides} cannot be copied in boxes of {boxes.box}")

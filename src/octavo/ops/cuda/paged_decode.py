@@ -22,7 +22,8 @@ _LOG2_E = 1.4426950408889634
 _SHARED_BYTES = 227 << 10
 """Of an SM, which one block has."""
 _WARPS = 4
-"""That attend: two keep up with memory, more make more to add up."""
+"""That attend, copy, and finish."""
+_THREADS = 3 * 32 * _WARPS
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,10 @@ class Form:
     group: int
     bundles: bool
     """Whether plans may hold bundles of rows."""
-    warps: int = _WARPS
 
     @property
     def group_pad(self) -> int:
         return triton.next_power_of_2(self.group)
-
-    @property
-    def threads(self) -> int:
-        return 96 * self.warps
 
     @property
     def columns(self) -> int:
@@ -61,12 +57,12 @@ class Form:
     @property
     def stages(self) -> int:
         """Tiles of 16 keys and values in each warp's ring: as many as there is room for."""
-        sums = self.buffers * self.warps * self.columns * (4 * (self.head_dim + 4) + 8)
-        return min(12, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * self.warps))
+        sums = self.buffers * _WARPS * self.columns * (4 * (self.head_dim + 4) + 8)
+        return min(12, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * _WARPS))
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
-        more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "WARPS": self.warps, "STAGES": self.stages}
+        more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "STAGES": self.stages}
         return {name: int(value) for name, value in (names | more | {"BUFFERS": self.buffers, "WARPGROUP": 0}).items()}
 
 
@@ -131,9 +127,8 @@ def boxes_of(cache: torch.Tensor) -> Boxes:
     blocks, heads, block, head_dim = cache.shape
     lines = head_dim // 64
     shape = (32, block, lines, heads, blocks)
-    return Boxes(
-        cache.data_ptr(), shape, (2 * head_dim, 128, 2 * cache.stride(1), 2 * cache.stride(0)), (32, 16, lines, 1, 1), exchanged=True
-    )
+    strides = (2 * head_dim, 128, 2 * cache.stride(1), 2 * cache.stride(0))
+    return Boxes(cache.data_ptr(), shape, strides, (32, 16, lines, 1, 1), exchanged=True, promoted=False)
 
 
 def arguments(
@@ -173,7 +168,7 @@ def _code(form: Form, device: torch.device) -> Future[bytes]:
 def _kernel(form: Form, device: torch.device) -> Kernel:
     code = _code(form, device).result()
     with torch.cuda.device(device):
-        return Kernel(code, "paged_decode", form.threads, _SHARED_BYTES, overlap=overlap_supported(device))
+        return Kernel(code, "paged_decode", _THREADS, _SHARED_BYTES, overlap=overlap_supported(device))
 
 
 def prepare(form: Form, device: torch.device) -> None:

@@ -11,6 +11,7 @@
 // What is read in the ordinary way waits behind the copies that are under way, for up to 6 microseconds: so items and queries are read
 // ahead too, and who attends waits for nothing else.
 
+#define WARPS 4
 #define THREADS (96 * WARPS)
 #define TILE_BYTES (16 * DIM * 2)  // of keys; as many of values
 #define STAGE_BYTES (2 * TILE_BYTES)
@@ -79,31 +80,38 @@ INLINE void move_on(Place& place) {
   if (++place.slot == STAGES) place.slot = 0, place.round++;
 }
 
+// Of the tiles that a warp has from `next` on, every WARPSth: the block that holds this lane's.
+INLINE int load_block(const Args& p, const Item& item, int next, int lane) {
+  const int at = item.lo + 16 * (next + WARPS * lane);
+  return at < item.hi ? load_number(p.table + (long long)item.row * p.table_stride + at / BLOCK) : 0;
+}
+
 INLINE void copy_items(const Args& p, const Map& keys, const Map& values, const Layout& l, int warp, int lane) {
   if (lane == 0) prefetch_map(keys), prefetch_map(values);
   Place place = {0, 0, warp};
   bool waited = false;
-  Item item = load_item(p, block_x());
+  Item item = load_item(p, block_x()), following = {};
+  if (item.next > 0) following = load_item(p, item.next);
+  int blocks = load_block(p, item, place.next, lane);
   while (item.hi > 0) {
-    const int tiles = tiles_of(item), *table = p.table + (long long)item.row * p.table_stride;
-    Item following = {};
-    if (item.next > 0) following = load_item(p, item.next);
-    while (place.next < tiles) {
-      const int mine = item.lo + 16 * (place.next + WARPS * lane);
-      const u32 entry = mine < item.hi ? load_number(table + mine / BLOCK) : 0;
-      for (int i = 0; i < 32 && place.next < tiles; i++, move_on(place)) {
-        const int block = of_lane(entry, i), at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
-        if (lane != 0) continue;
-        const u32 to = l.ring + slot * STAGE_BYTES, bar = l.full + 8 * slot;
-        wait_at(l.empty + 8 * slot, (place.round & 1) ^ 1);
-        if (at + 16 >= item.context && !waited) wait_for_inputs(), waited = true;
-        expect_bytes(bar, STAGE_BYTES);
-        copy_page(to, keys, at % BLOCK, item.head, block, bar);
-        copy_page(to + TILE_BYTES, values, at % BLOCK, item.head, block, bar);
-      }
+    const int tiles = tiles_of(item), after = place.next + 32 * WARPS;
+    const bool ends = after >= tiles;
+    const int left = tiles > place.next ? (tiles - place.next + WARPS - 1) / WARPS : 0;
+    const int next_blocks = ends ? load_block(p, following, place.next + left * WARPS - tiles, lane) : load_block(p, item, after, lane);
+    Item second = {};
+    if (ends && following.next > 0) second = load_item(p, following.next);
+    for (int i = 0; i < 32 && i < left; i++, move_on(place)) {
+      const int block = of_lane(blocks, i), at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
+      if (lane != 0) continue;
+      const u32 to = l.ring + slot * STAGE_BYTES, bar = l.full + 8 * slot;
+      wait_at(l.empty + 8 * slot, (place.round & 1) ^ 1);
+      if (at + 16 >= item.context && !waited) wait_for_inputs(), waited = true;
+      expect_bytes(bar, STAGE_BYTES);
+      copy_page(to, keys, at % BLOCK, item.head, block, bar);
+      copy_page(to + TILE_BYTES, values, at % BLOCK, item.head, block, bar);
     }
-    place.next -= tiles;
-    item = following;
+    blocks = next_blocks;
+    if (ends) place.next -= tiles, item = following, following = second;
   }
 }
 
@@ -403,7 +411,7 @@ UNROLL
   }
 }
 
-KERNEL(paged_decode, THREADS)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
+KERNEL_TOGETHER(paged_decode, THREADS, 1)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
   SHARED_BYTES(shared);
   const int lane = thread_id() & 31, warp = thread_id() >> 5;
   const Layout l = layout_of(shared_address(shared));
@@ -419,7 +427,15 @@ KERNEL(paged_decode, THREADS)(Args p, CONSTANT_MAP keys, CONSTANT_MAP values) {
     publish_barriers();
   }
   block_barrier();
-  if (warp < WARPS) attend_items(p, l, warp, lane);
-  else if (warp < 2 * WARPS) copy_items(p, keys, values, l, warp - WARPS, lane);
-  else finish_items(p, l, thread_id() - 64 * WARPS);
+  // A warp group each, which exchange registers: 168 are each thread's share.
+  if (warp < WARPS) {
+    take_registers<240>();
+    attend_items(p, l, warp, lane);
+  } else if (warp < 2 * WARPS) {
+    leave_registers<56>();
+    copy_items(p, keys, values, l, warp - WARPS, lane);
+  } else {
+    take_registers<208>();
+    finish_items(p, l, thread_id() - 64 * WARPS);
+  }
 }

@@ -27,6 +27,15 @@ INLINE int block_y() { return blockIdx.y; }
 INLINE int block_z() { return blockIdx.z; }
 INLINE int blocks_x() { return gridDim.x; }
 
+// So many registers a thread from here on; for all warps of a warp group. More are waited for until others have left as many.
+template <int count>
+INLINE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+INLINE void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
 INLINE void block_barrier() { __syncthreads(); }
 // Of the first so many threads of a block.
 INLINE void some_barrier(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
