@@ -62,9 +62,7 @@ def decode_case(contexts: list[int], heads: int, kv_heads: int, head_dim: int, *
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 128), (8, 1, 128), (16, 1, 64), (5, 1, 64), (1, 1, 128)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 128), (8, 1, 128), (16, 1, 64), (5, 1, 64), (1, 1, 128)])
 def test_matches_float64(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     case = decode_case([1, 17, 260, 64], heads, kv_heads, head_dim, dtype=dtype)

@@ -1,5 +1,4 @@
-"""Attention of one query token a row over the paged cache, by the CUDA C++ kernel in `kernels/`, for few rows: see `form_of`.
-"""
+"""Attention of one query token a row over the paged cache, by the CUDA C++ kernel in `kernels/`, for few rows: see `form_of`."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ import torch
 import triton
 
 from octavo.ops.cuda.compiler import architecture, in_background
-from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.cuda.even_plan import ITEM_FIELDS, EvenCapacity, EvenPlan
+from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported
 
 _SOURCES = Path(__file__).parent / "kernels"
@@ -23,6 +22,10 @@ _SHARED_BYTES = 227 << 10
 """Of an SM, which one block has."""
 _WARPS = 4
 """That attend, copy, and finish."""
+_MOST_STAGES = 4
+"""More reach no more of memory, but what is read in the ordinary way waits behind them."""
+_MOST_PER_SM = 5
+"""KV heads of rows."""
 _THREADS = 3 * 32 * _WARPS
 
 
@@ -42,7 +45,7 @@ class Form:
 
     @property
     def group_pad(self) -> int:
-        return triton.next_power_of_2(self.group)
+        return 1 << (self.group - 1).bit_length()
 
     @property
     def columns(self) -> int:
@@ -58,7 +61,7 @@ class Form:
     def stages(self) -> int:
         """Tiles of 16 keys and values in each warp's ring: as many as there is room for."""
         sums = self.buffers * _WARPS * self.columns * (4 * (self.head_dim + 4) + 8)
-        return min(12, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * _WARPS))
+        return min(_MOST_STAGES * 128 // self.head_dim, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * _WARPS))
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
@@ -107,13 +110,20 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: int, kv_heads: int, group: int, *, bundles: bool) -> Form | None:
+def form_of(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: int, kv_heads: int, group: int, *, bundles: bool
+) -> Form | None:
     """None where the kernel does not take it: a float8 cache, heads that are not whole lines, blocks that are not whole tiles."""
     if dtype not in (torch.float16, torch.bfloat16) or cache_dtype != dtype:
         return None
     if head_dim not in (64, 128) or block % 16 or group > 16:
         return None
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group, bundles)
+
+
+def most_rows(num_kv_heads: int, sms: int) -> int:
+    """Beyond these, Triton's kernel is as fast: whole rows then spread evenly by themselves."""
+    return _MOST_PER_SM * sms // num_kv_heads
 
 
 def source(form: Form, machine: str) -> str:
@@ -174,6 +184,15 @@ def _kernel(form: Form, device: torch.device) -> Kernel:
 def prepare(form: Form, device: torch.device) -> None:
     """Begin to compile what `paged_decode` will launch."""
     _code(form, device)
+
+
+def finish_preparing(form: Form, device: torch.device) -> None:
+    """Wait for `prepare`.
+
+    Raises:
+        CompilerError: the kernel cannot be compiled.
+    """
+    _code(form, device).result()
 
 
 def paged_decode(
