@@ -161,20 +161,21 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     starts = ends - tiles
     total = int(ends[-1]) if len(ends) else 0
     share = max(-(-min_part // _TILE), -(-total // capacity.blocks), 1)
-    cuts = np.arange(share, total, share)
-    if len(cuts):
-        pair = np.searchsorted(ends, cuts)
-        for near in (starts[pair], ends[pair]):
-            cuts = np.where(np.abs(cuts - near) <= share // 32, near, cuts)
-    bounds = np.concatenate(([0], cuts, [total]))
-    first = np.searchsorted(bounds, starts, side="right") - 1
-    counts = np.searchsorted(bounds, ends, side="left") - first
+    bounds = np.arange(-(-total // share) + 1) * share
+    bounds[-1] = total
+    if near := share // 32:
+        pair = ends.searchsorted(bounds[1:-1])
+        before, behind = bounds[1:-1] - starts[pair], ends[pair] - bounds[1:-1]
+        bounds[1:-1] += behind * (behind <= near) - before * (before <= near)
+    first = bounds.searchsorted(starts, side="right") - 1
+    counts = bounds.searchsorted(ends) - first
     owner, index = repeated(counts)
     block = first[owner] + index
     entry = owner // heads
-    offset = entries.begins[entry] - _TILE * starts[owner]
-    lo = offset + _TILE * np.maximum(starts[owner], bounds[block])
-    hi = np.minimum(offset + _TILE * np.minimum(ends[owner], bounds[block + 1]), entries.ends[entry])
+    start = starts[owner]
+    offset = entries.begins[entry] - _TILE * start
+    lo = offset + _TILE * np.maximum(start, bounds[block])
+    hi = np.minimum(offset + _TILE * bounds[block + 1], entries.ends[entry])
     return _Pieces(owner, block, index, lo, hi, counts)
 
 
@@ -229,8 +230,9 @@ def _bundled(rows: Int64, lens: Int64, bundles: Bundles, capacity: EvenCapacity,
 
 def _packed(columns: Int64, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
     num_items, num_members = columns.shape[1], members.shape[1]
-    leads = np.diff(block, prepend=-1) != 0
-    place = np.where(leads, block, capacity.blocks + np.cumsum(~leads) - 1)
+    leads = np.ones(num_items, dtype=np.bool_)
+    np.not_equal(block[1:], block[:-1], out=leads[1:])
+    place = np.where(leads, block, capacity.blocks - 1 + np.cumsum(~leads))
     if int(place.max(initial=0)) >= capacity.items or num_parts > capacity.parts or num_members > capacity.members:
         raise ValueError(
             f"A decode plan of {num_items} items, {num_parts} parts and {num_members} members does not fit a capacity of "

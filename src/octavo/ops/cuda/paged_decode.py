@@ -18,12 +18,10 @@ from octavo.ops.triton.launch import overlap_supported
 
 _SOURCES = Path(__file__).parent / "kernels"
 _LOG2_E = 1.4426950408889634
-_SHARED_BYTES = 227 << 10
-"""Of an SM, which one block has."""
 _WARPS = 4
 """That attend, copy, and finish."""
-_MOST_STAGES = 4
-"""More reach no more of memory, but what is read in the ordinary way waits behind them."""
+_STAGES = 4
+"""Of 16 tokens, 128 elements each, a warp: more reach no more of memory, but what is read in the ordinary way waits behind them."""
 _MOST_PER_SM = 5
 """KV heads of rows."""
 _THREADS = 3 * 32 * _WARPS
@@ -59,9 +57,14 @@ class Form:
 
     @property
     def stages(self) -> int:
-        """Tiles of 16 keys and values in each warp's ring: as many as there is room for."""
+        """Tiles of 16 keys and values in each warp's ring."""
+        return 128 * _STAGES // self.head_dim
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: rings, sums with their stats, and barriers."""
         sums = self.buffers * _WARPS * self.columns * (4 * (self.head_dim + 4) + 8)
-        return min(_MOST_STAGES * 128 // self.head_dim, (_SHARED_BYTES - 1024 - sums) // (64 * self.head_dim * _WARPS))
+        return _WARPS * self.stages * (64 * self.head_dim + 16) + sums + 16 * self.buffers + 16
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
@@ -178,7 +181,7 @@ def _code(form: Form, device: torch.device) -> Future[bytes]:
 def _kernel(form: Form, device: torch.device) -> Kernel:
     code = _code(form, device).result()
     with torch.cuda.device(device):
-        return Kernel(code, "paged_decode", _THREADS, _SHARED_BYTES, overlap=overlap_supported(device))
+        return Kernel(code, "paged_decode", _THREADS, form.shared_bytes, overlap=overlap_supported(device))
 
 
 def prepare(form: Form, device: torch.device) -> None:
