@@ -7,6 +7,7 @@ Times are CUDA-graph replays over several layers' caches, so that the L2 cache d
 in serving. Decode attention stands behind the launch that it follows in the engine (norm, rotation and cache write), because the two
 overlap: its time is that of both less that of a graph of the others alone. `alone` is the kernel behind itself. A prompt's attention
 is timed by itself and, where a case says so, between a layer's matmuls, which bring the card to its power limit and its clock down.
+Where two kernels take a case, both are timed; a star marks the one that the engine runs.
 Prints a table and writes benchmarks/results/gpu_attention.json.
 """
 
@@ -26,11 +27,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 
+from octavo.ops.cuda import paged_decode as cuda
+from octavo.ops.cuda.compiler import architecture
+from octavo.ops.cuda.even_plan import even_capacity, plan_even
 from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, plan_decode
 from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
@@ -79,11 +84,15 @@ class DecodeCase:
         tokens = int(np.minimum(contexts, self.window or contexts).sum()) - self.shared * (self.rows - 1)
         return tokens * self.kv_heads * self.head_dim * 2 * self.cache_dtype.itemsize
 
+    @property
+    def most_bundled(self) -> int:
+        return bundle_limit(self.heads // self.kv_heads) if self.window is None else 1
+
     def bundles(self) -> Bundles | None:
         if not self.bundled:
             return None
         common = np.full(self.rows, self.shared, dtype=np.int32)
-        return bundle_rows(np.arange(self.rows, dtype=np.int32), common, bundle_limit(self.heads // self.kv_heads))
+        return bundle_rows(np.arange(self.rows, dtype=np.int32), common, self.most_bundled)
 
 
 SMALL, LARGE = 16, 32
@@ -194,6 +203,69 @@ def decode_variants(case: DecodeCase, tune: bool) -> list[DecodeTuning]:
     return [shipped, *(v for v in variants if v != shipped)]
 
 
+@dataclass(frozen=True)
+class PlannedDecode:
+    """One kernel, with a plan of a case."""
+
+    kernel: str
+    shipped: bool
+    """Whether the engine runs it for such a step."""
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+    """Of queries, keys, values, block tables and the output."""
+    plan_us: float
+    items: int
+    parts: int
+    tuning: dict[str, object]
+
+
+def form_of(case: DecodeCase) -> cuda.Form | None:
+    """Of the kernel in CUDA C++, where it runs and takes the case."""
+    if architecture(torch.device("cuda", 0)) is None:
+        return None
+    bundles = case.rows > 1 and case.most_bundled > 1
+    group = case.heads // case.kv_heads
+    return cuda.form_of(torch.bfloat16, case.cache_dtype, case.head_dim, BLOCK, case.kv_heads, group, bundles=bundles)
+
+
+def planned_decodes(case: DecodeCase, contexts: np.ndarray, tune: bool) -> list[PlannedDecode]:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
+    bundles, scale = case.bundles(), case.head_dim**-0.5
+
+    def timed(plan: Callable[[], Any]) -> tuple[Any, float]:
+        plan()
+        begin = time.perf_counter()
+        return plan(), (time.perf_counter() - begin) * 1e6
+
+    form = form_of(case)
+    few = form is not None and case.rows <= cuda.most_rows(case.kv_heads, sms)
+    capacity = decode_capacity(case.rows, case.kv_heads, sms, bundle=case.most_bundled)
+    plan, plan_us = timed(lambda: plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles))
+    workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
+    workspace.load(plan)
+    options = {"scale": scale, "k_scale": scales, "v_scale": scales, "sliding_window": case.window}
+    found: list[PlannedDecode] = []
+    for i, tuning in enumerate(decode_variants(case, tune)):
+
+        def run(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: torch.Tensor, out: torch.Tensor, tuning: DecodeTuning = tuning
+        ) -> None:
+            paged_decode(q, k, v, t, workspace, out, tuning=tuning, **options)
+
+        found.append(PlannedDecode("triton", not few and i == 0, run, plan_us, plan.num_items, plan.num_parts, vars(tuning)))
+    if form is not None:
+        even = even_capacity(case.rows, case.kv_heads, sms, bundle=case.most_bundled)
+        plan, plan_us = timed(lambda: plan_even(contexts, even, sliding_window=case.window, bundles=bundles))
+        even_workspace = cuda.EvenWorkspace.allocate(even, case.heads // case.kv_heads, case.head_dim, DEVICE)
+        even_workspace.load(plan)
+
+        def run_even(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: torch.Tensor, out: torch.Tensor) -> None:
+            cuda.paged_decode(q, k, v, t, even_workspace, out, form, scale=scale, sliding_window=case.window)
+
+        found.append(PlannedDecode("cuda", few, run_even, plan_us, plan.num_items, plan.num_parts, {"stages": form.stages}))
+    return found
+
+
 def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
     contexts = case.contexts()
     table, num_blocks = tables(contexts, case.shared)
@@ -214,24 +286,14 @@ def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
 
     before_us = graph_us([functools.partial(before, layer) for layer in range(layers)])
     checked = [0, case.rows // 2, case.rows - 1]
-    expected = [reference_row(q[r : r + 1], *caches[0], table[r], int(contexts[r]) - 1, 1, case.window) for r in checked]
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
     results: list[dict[str, object]] = []
-    bundle = bundle_limit(case.heads // case.kv_heads) if case.window is None else 1
-    capacity = decode_capacity(case.rows, case.kv_heads, sms, bundle=bundle)
-    bundles = case.bundles()
-    plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles)
-    begin = time.perf_counter()
-    plan = plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles)
-    plan_us = (time.perf_counter() - begin) * 1e6
-    workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
-    workspace.load(plan)
-    for tuning in decode_variants(case, tune):
+    for planned in planned_decodes(case, contexts, tune):
         out = torch.full_like(q, float("nan"))
+        # Each time, since `before` turns what it writes further.
+        expected = torch.cat([reference_row(q[r : r + 1], *caches[0], table[r], int(contexts[r]) - 1, 1, case.window) for r in checked])
 
-        def call(layer: int, out: torch.Tensor = out, tuning: DecodeTuning = tuning) -> None:
-            options = {"scale": case.head_dim**-0.5, "k_scale": scales, "v_scale": scales, "sliding_window": case.window}
-            paged_decode(q, *caches[layer], table, workspace, out, tuning=tuning, **options)
+        def call(layer: int, out: torch.Tensor = out, planned: PlannedDecode = planned) -> None:
+            planned.run(q, *caches[layer], table, out)
 
         def both(layer: int, call: Callable[[int], None] = call) -> None:
             before(layer)
@@ -240,24 +302,26 @@ def bench_decode(case: DecodeCase, tune: bool) -> list[dict[str, object]]:
         try:
             call(0)
         except triton.runtime.errors.OutOfResources as refusal:
-            print(f"{case.name} {tuning}: {refusal}", file=sys.stderr)
+            print(f"{case.name} {planned.tuning}: {refusal}", file=sys.stderr)
             continue
-        error = float((out[checked].float() - torch.cat(expected)).norm() / torch.cat(expected).norm())
+        error = float((out[checked].float() - expected).norm() / expected.norm())
         us = graph_us([functools.partial(both, layer) for layer in range(layers)]) - before_us
         alone = graph_us([functools.partial(call, layer) for layer in range(layers)])
         floor = size / READ_BYTES_PER_S * 1e6
         results.append(
             {
                 "case": case.name,
+                "kernel": planned.kernel,
+                "shipped": planned.shipped,
                 "us": round(us, 2),
                 "alone_us": round(alone, 2),
                 "floor_us": round(floor, 2),
                 "of_floor": round(floor / us, 4),
                 "error": error if np.isfinite(error) else None,
-                "plan_us": round(plan_us),
-                "items": plan.num_items,
-                "parts": plan.num_parts,
-                "tuning": vars(tuning),
+                "plan_us": round(planned.plan_us),
+                "items": planned.items,
+                "parts": planned.parts,
+                "tuning": planned.tuning,
             }
         )
     return sorted(results, key=lambda result: result["us"])  # type: ignore[arg-type, return-value]
@@ -366,10 +430,8 @@ def compile_decode(case: DecodeCase, tuning: DecodeTuning) -> None:
     table, num_blocks = tables(np.array([32], dtype=np.int32))
     key, value = (random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), case.cache_dtype) for _ in range(2))
     q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
-    bundle = bundle_limit(case.heads // case.kv_heads) if case.window is None else 1
-    workspace = DecodeWorkspace.allocate(
-        decode_capacity(min(2, case.rows), case.kv_heads, 16, bundle=bundle), case.heads, case.kv_heads, case.head_dim, DEVICE
-    )
+    capacity = decode_capacity(min(2, case.rows), case.kv_heads, 16, bundle=case.most_bundled)
+    workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
     scales = None if case.cache_dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
     options = {"scale": 1.0, "k_scale": scales, "v_scale": scales, "sliding_window": case.window}
     with contextlib.suppress(triton.runtime.errors.OutOfResources):
@@ -407,6 +469,8 @@ def compile_all(tune: bool, only: str) -> None:
     jobs: dict[str, tuple[Callable[..., None], tuple[object, ...]]] = {}
     for case in DECODE_CASES:
         if re.search(only, f"decode {case.name}"):
+            if (form := form_of(case)) is not None:
+                cuda.prepare(form, torch.device("cuda", 0))
             for decode in decode_variants(case, tune):
                 jobs[f"d {case.heads} {case.head_dim} {case.cache_dtype} {case.window} {case.rows == 1} {decode}"] = (
                     compile_decode,
@@ -439,7 +503,7 @@ def main() -> None:
             results += found
             for result in found[: args.top]:
                 print(
-                    f"decode {case.name:27} {result['us']:8} us (alone {result['alone_us']:7}), floor {result['floor_us']:7}, "
+                    f"decode {case.name:27} {result['kernel']:6}{'*' if result['shipped'] else ' '} {result['us']:8} us (alone {result['alone_us']:7}), floor {result['floor_us']:7}, "
                     f"{100 * float(result['of_floor']):5.1f}% err {result['error'] or float('nan'):.1e} plan {result['plan_us']} us "  # type: ignore[arg-type]
                     f"{result['items']} items {result['parts']} parts {list(result['tuning'].values())}"  # type: ignore[attr-defined]
                 )

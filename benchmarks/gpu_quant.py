@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
 from octavo.ops.coded import Activations, CodedRows
 from octavo.ops.cuda import low_bit as cuda
+from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import unpack
 from octavo.ops.triton.low_bit import LowBitLinear, _eight_bit_product
@@ -87,7 +88,7 @@ def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
 
 def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning] | None:
     form = cuda.form_of(weights[0], x.dtype, bias=False)
-    if form is None or len(x) > cuda.MOST_ROWS or cuda.architecture(x.device) is None:
+    if form is None or len(x) > cuda.MOST_ROWS or architecture(x.device) is None:
         return None
     inner, timed = low_bit_layout(weights[0]).inner, []
     tunings = list(grid(form, inner, len(x)))

@@ -8,12 +8,14 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from octavo.ops.cuda import dense
-from octavo.ops.cuda.low_bit import Arguments, Box, Form, Tuning, arguments, box_of, grid_of, source, workspace_size
+from octavo.ops.cuda.launch import Boxes
+from octavo.ops.cuda.low_bit import Form, Tuning, arguments, boxes_of, grid_of, source, workspace_size
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
@@ -26,9 +28,16 @@ class Map(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rows", "chunks", "width", "box_rows", "box_chunks", "swizzled")),
+        *((name, ctypes.c_int64 * 5) for name in ("shape", "strides", "box")),
+        ("exchanged", ctypes.c_int32),
     ]
+
+    @classmethod
+    def of(cls, boxes: Boxes) -> Map:
+        def five(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
+            return (ctypes.c_int64 * 5)(*numbers, *[1] * (5 - len(numbers)))
+
+        return cls(boxes.address, five(*boxes.shape), five(4, *boxes.strides), five(*boxes.box), boxes.exchanged)
 
 
 @functools.cache
@@ -37,13 +46,26 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _library(text: str) -> ctypes.CDLL:
+def emulated(text: str, kernel: str, maps: int) -> Callable[..., None]:
+    """A kernel of `text`, which takes `Args` and so many tensor maps: a function of (Args, maps..., x, y, z), the grid's size."""
     assert COMPILER is not None
-    place = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    place.with_suffix(".cpp").write_text(text)
+    names = [f"map{i}" for i in range(maps)]
+    end = f"""
+extern "C" void run(const Args* p, {"".join(f"const Map* {name}, " for name in names)}int x, int y, int z) {{
+  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {kernel}(*p, {", ".join(f"*{name}" for name in names)}); }});
+}}
+"""
+    place = _folder() / f"{hashlib.sha256((text + end).encode()).hexdigest()[:16]}"
+    place.with_suffix(".cpp").write_text(text + end)
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", f"{place}.so", f"{place}.cpp"]
     subprocess.run(command, check=True, timeout=120)
-    return ctypes.CDLL(f"{place}.so")
+    run = ctypes.CDLL(f"{place}.so").run
+
+    def call(arguments: ctypes.Structure, *boxes_and_grid: Boxes | int) -> None:
+        described = [ctypes.byref(Map.of(x)) if isinstance(x, Boxes) else x for x in boxes_and_grid]
+        run(ctypes.byref(arguments), *described)
+
+    return call
 
 
 def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
@@ -52,10 +74,9 @@ def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Fo
     elements, tiles = workspace_size(len(x), weight.out_features, tuning)
     workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
     layout = low_bit_layout(weight)
-    packed: Arguments = arguments(x, weight, layout, bias, out, workspace)
-    text = source(form, tuning, layout.inner, MACHINE.read_text()) + _entry(tuning.name, "*a")
-    box = _map(box_of(weight, form, tuning, layout.inner))
-    _library(text).run(ctypes.byref(packed), ctypes.byref(box), None, *grid_of(len(x), weight.out_features, tuning, 3))
+    run = emulated(source(form, tuning, layout.inner, MACHINE.read_text()), tuning.name, 1)
+    boxes = boxes_of(weight, form, tuning, layout.inner)
+    run(arguments(x, weight, layout, bias, out, workspace), boxes, *grid_of(len(x), weight.out_features, tuning, 3))
     assert workspace is None or not workspace.counters.any()
     return out
 
@@ -72,21 +93,8 @@ def emulate_dense(
     out = torch.full((len(x), len(weight)), torch.nan, dtype=torch.float16 if form.half else torch.bfloat16)
     elements, tiles = dense.workspace_size(len(weight), tuning)
     workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
-    packed = dense.arguments(len(x), weight, form, bias, out, workspace, scales)
-    text = dense.source(form, tuning, MACHINE.read_text()) + _entry(tuning.name, "*a, *b")
-    boxes = [_map(dense.box_of(m, rows, tuning.depth), swizzled=True) for m, rows in ((x, tuning.rows), (weight, tuning.columns))]
-    _library(text).run(ctypes.byref(packed), *map(ctypes.byref, boxes), *dense.grid_of(len(weight), tuning, 3))
+    run = emulated(dense.source(form, tuning, MACHINE.read_text()), tuning.name, 2)
+    boxes = dense.boxes_of(x, tuning.rows, tuning.depth), dense.boxes_of(weight, tuning.columns, tuning.depth)
+    run(dense.arguments(len(x), weight, form, bias, out, workspace, scales), *boxes, *dense.grid_of(len(weight), tuning, 3))
     assert workspace is None or not workspace.counters.any()
     return out
-
-
-def _entry(name: str, maps: str) -> str:
-    return f"""
-extern "C" void run(const Args* p, const Map* a, const Map* b, int x, int y, int z) {{
-  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {name}(*p, {maps}); }});
-}}
-"""
-
-
-def _map(box: Box, *, swizzled: bool = False) -> Map:
-    return Map(*vars(box).values(), swizzled)

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.decodes import CudaDecodes, Decodes, Geometry, LayerCache, TritonDecodes
 from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.attention.kv_calibration import FLOAT8, KvCalibration
 from octavo.attention.paged_cache import PagedCache
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
-from octavo.ops.triton.decode_plan import Bundles, DecodeCapacity, DecodePlan, bundle_limit, bundle_rows, decode_capacity, plan_decode
+from octavo.ops.triton.decode_plan import Bundles, bundle_rows
 from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache, gather_cache, plan_gather
-from octavo.ops.triton.launch import overlap_supported
-from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
+from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.paged_prefill import (
     GATHER_FROM,
     PrefillTuning,
@@ -40,35 +40,6 @@ from octavo.protocol.step import Int32
 
 GATHERED_TOKENS = 32768
 """Most tokens of a step's prompts that are gathered into lines; longer prefixes are read page by page."""
-EMULATED_SMS = 8
-"""Where there is no GPU, for the interpreter."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a plan depends on; layers that share it share the plan."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-    kind: int
-    """Of cache."""
-
-    @staticmethod
-    def of(layer: LayerSpec, kind: int) -> Geometry:
-        return Geometry(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window, kind)
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-
-@dataclass(frozen=True)
-class DecodeWork:
-    workspace: DecodeWorkspace
-    """Holds the plan."""
-    tuning: DecodeTuning
 
 
 @dataclass(frozen=True)
@@ -84,7 +55,7 @@ class ChunkWork:
 class LayerWork:
     """A step, seen by the layers of one geometry."""
 
-    decodes: DecodeWork | None
+    decodes: TritonDecodes | CudaDecodes | None
     chunks: ChunkWork | None
 
 
@@ -143,7 +114,7 @@ class TritonAttention:
         self._dtype = dtype
         self._device = device
         self._overlap = overlap_supported(device)
-        self._sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_SMS
+        self._sms = sm_count(device)
         shapes = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers)
         limit = min(GATHERED_TOKENS, -(-max_gathered // LINE_ALIGNMENT) * LINE_ALIGNMENT)
         # The tensor memory accelerator, which gathered lines are for, came with compute capability 9.
@@ -152,7 +123,7 @@ class TritonAttention:
         }
         self._bundles: dict[int, tuple[SharedPrefixes, Bundles | None]] = {}
         """By rows a bundle: the last, which stay the same from step to step while no request comes or goes."""
-        self._decode_parts = {g: self._decode_workspace(g) for g in dict.fromkeys(self._geometries)}
+        self._decodes = {g: Decodes(g, dtype, model_dtype or dtype, block_size, device) for g in dict.fromkeys(self._geometries)}
         self._chunk_parts = {
             g: PrefillWorkspace.allocate(g.num_kv_heads, g.head_dim, self._sms, device) for g in dict.fromkeys(self._geometries)
         }
@@ -185,14 +156,13 @@ class TritonAttention:
             # Each is one query over its whole context, whether it ends a chunk or not: a decode.
             g = self._geometries[-1]
             contexts = (batch.cpu_start + batch.cpu_count)[wanted]
-            plan = self._decode_plan(g, contexts, len(wanted), None)
-            arrays += [plan.numbers, wanted]
+            arrays += [self._decodes[g].plan(contexts, len(wanted), None), wanted]
         on_device = upload_many(arrays, self._device)
         work = {g: finish(on_device) for g, finish in drafts.items()}
         decodes, selected = batch.num_decodes, None
         if wanted is not None:
             numbers, rows = on_device[planned:] or (None, None)
-            last = None if numbers is None else self._decode_work(self._geometries[-1], len(wanted), numbers)
+            last = None if numbers is None else self._decodes[self._geometries[-1]].work(len(wanted), numbers)
             its_tables = batch.of_kind(self._geometries[-1].kind).block_tables
             if rows is not None and len(wanted) < len(batch.cpu_count):
                 its_tables = its_tables.index_select(0, rows)
@@ -215,8 +185,7 @@ class TritonAttention:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
         decodes, first = batch.num_decodes, len(arrays)
         if decodes:
-            plan = self._decode_plan(g, batch.cpu_start[:decodes] + 1, decodes, batch.shared)
-            arrays.append(plan.numbers)
+            arrays.append(self._decode_plan(g, batch.cpu_start[:decodes] + 1, decodes, batch.shared))
         tuning, gather = None, False
         if decodes < len(batch.cpu_count):
             start, count = batch.cpu_start[decodes:], batch.cpu_count[decodes:]
@@ -234,7 +203,7 @@ class TritonAttention:
         self, g: Geometry, first: int, decodes: int, tuning: PrefillTuning | None, gather: bool, arrays: list[torch.Tensor]
     ) -> LayerWork:
         mine = iter(arrays[first:])
-        decode_work = self._decode_work(g, decodes, next(mine)) if decodes else None
+        decode_work = self._decodes[g].work(decodes, next(mine)) if decodes else None
         if tuning is None:
             return LayerWork(decode_work, None)
         items = next(mine)
@@ -242,32 +211,15 @@ class TritonAttention:
             return LayerWork(decode_work, ChunkWork(items, tuning, None, None, None))
         return LayerWork(decode_work, ChunkWork(items, tuning, next(mine), next(mine), self._gathered[g.num_kv_heads, g.head_dim]))
 
-    def _capacity(self, g: Geometry, rows: int) -> DecodeCapacity:
-        bundle = bundle_limit(g.group) if g.sliding_window is None else 1
-        return decode_capacity(rows, g.num_kv_heads, self._sms, bundle=bundle)
-
-    def _decode_plan(self, g: Geometry, context_lens: Int32, rows: int, shared: SharedPrefixes | None) -> DecodePlan:
-        bundles = None if shared is None or g.sliding_window is not None else self._bundled(shared, bundle_limit(g.group))
-        capacity = self._capacity(g, rows)
-        return plan_decode(context_lens, g.num_kv_heads, self._sms, capacity, sliding_window=g.sliding_window, bundles=bundles)
+    def _decode_plan(self, g: Geometry, context_lens: Int32, rows: int, shared: SharedPrefixes | None) -> Int32:
+        bundles = None if shared is None or g.most_bundled == 1 else self._bundled(shared, g.most_bundled)
+        return self._decodes[g].plan(context_lens, rows, bundles)
 
     def _bundled(self, shared: SharedPrefixes, most: int) -> Bundles | None:
         known = self._bundles.get(most)
         if known is None or known[0] is not shared:
-            known = self._bundles[most] = shared, bundle_rows(shared.order, shared.common, most) if most > 1 else None
+            known = self._bundles[most] = shared, bundle_rows(shared.order, shared.common, most)
         return known[1]
-
-    def _decode_work(self, g: Geometry, rows: int, plan: torch.Tensor) -> DecodeWork:
-        parts = self._decode_parts[g]
-        capacity = self._capacity(g, rows)
-        workspace = DecodeWorkspace(plan, parts.sums, parts.stats, parts.counters, capacity)
-        tuning = decode_tuning(g.head_dim, self._dtype.itemsize, rows, g.num_kv_heads, self._sms, overlap=self._overlap)
-        return DecodeWork(workspace, tuning)
-
-    def _decode_workspace(self, g: Geometry) -> DecodeWorkspace:
-        """Room for the parts of any plan: their number depends on the number of rows, but not beyond this."""
-        most = max((self._capacity(g, rows) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
-        return DecodeWorkspace.allocate(most, g.num_heads, g.num_kv_heads, g.head_dim, self._device)
 
     # Graphs
 
@@ -277,7 +229,7 @@ class TritonAttention:
 
     def _graph_sizes(self, g: Geometry, shape: GraphShape) -> tuple[int, int]:
         """Numbers in the plans of decodes and of chunks."""
-        decodes = self._capacity(g, shape.rows).size
+        decodes = self._decodes[g].capacity(shape.rows).size
         if not shape.chunks:
             return decodes, 0
         per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
@@ -292,7 +244,7 @@ class TritonAttention:
         contexts = start[:num_decodes] + 1
         for g in dict.fromkeys(self._geometries):
             decodes, chunks = self._graph_sizes(g, shape)
-            out[place : place + decodes] = self._decode_plan(g, contexts, shape.rows, shared).numbers
+            out[place : place + decodes] = self._decode_plan(g, contexts, shape.rows, shared)
             place += decodes
             if chunks:
                 items = self._graph_chunks(g, start, count, num_decodes, shape).reshape(-1)
@@ -312,7 +264,7 @@ class TritonAttention:
         work, place = {}, 0
         for g in dict.fromkeys(self._geometries):
             decodes, chunks = self._graph_sizes(g, shape)
-            decode_work = self._decode_work(g, shape.rows, plan[place : place + decodes])
+            decode_work = self._decodes[g].work(shape.rows, plan[place : place + decodes])
             place += decodes
             chunk_work = None
             if chunks:
@@ -331,20 +283,7 @@ class TritonAttention:
         spec, (keys, values), stored = self._layers[layer], self.cache.of(layer), self.cache.scale(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if work.decodes is not None:
-            paged_decode(
-                q[:decodes],
-                keys,
-                values,
-                block_tables[:decodes],
-                work.decodes.workspace,
-                out[:decodes],
-                scale=spec.scale,
-                sliding_window=spec.sliding_window,
-                soft_cap=spec.soft_cap,
-                k_scale=stored.k,
-                v_scale=stored.v,
-                tuning=work.decodes.tuning,
-            )
+            work.decodes.attend(q[:decodes], LayerCache(spec, keys, values, stored), block_tables[:decodes], out[:decodes])
         if (chunks := work.chunks) is not None:
             if chunks.gathered is not None and chunks.gather_chunks is not None:
                 gather_cache(keys, values, chunk_tables, chunks.gather_chunks, chunks.gathered)

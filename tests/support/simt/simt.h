@@ -25,10 +25,11 @@ typedef uint64_t u64;
 struct U4 {
   u32 v[4];
 };
+// `Boxes` of octavo/ops/cuda/launch.py; dimensions that are not there are 1.
 struct Map {
   const u8* data;
-  int64_t stride;
-  int32_t rows, chunks, width, box_rows, box_chunks, swizzled;
+  int64_t shape[5], strides[5], box[5];
+  int32_t exchanged;
 };
 #define CONSTANT_MAP const Map&
 
@@ -64,10 +65,14 @@ static void meet(Counter& counter, int all) {
   }
   while (counter.generation == generation) others_turn();
 }
+template <int>
+INLINE void take_registers() {}
+template <int>
+INLINE void leave_registers() {}
 INLINE void block_barrier() { meet(block_counter, (int)lanes.size()); }
+static Counter some_counter;
+INLINE void some_barrier(int threads) { meet(some_counter, threads); }
 INLINE void warp_barrier() { meet(warp_counters[current / 32], 32); }
-static Counter first_counter;
-INLINE void barrier_of(int threads) { meet(first_counter, threads); }
 
 INLINE void wait_for_inputs() {}
 INLINE void release_dependents() {}
@@ -92,6 +97,8 @@ INLINE U4 stream8(const void* p) {
   return U4{{(u32)r, (u32)(r >> 32), 0, 0}};
 }
 INLINE U4 load16(const void* p) { return stream16(p); }
+
+INLINE int load_number(const int* p) { return checked<int>(p); }
 
 INLINE u32 opaque(u32 x) { return x; }
 
@@ -132,6 +139,7 @@ INLINE u16 narrow(float x) { return to_bfloat16(x); }
 static float widened(u16 x) { return from_bfloat16(x); }
 #endif
 INLINE float widen(u16 x) { return widened(x); }
+INLINE u32 narrow2(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
 INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
   u32 r = 0;
   // In double, rounded to float and then to 16 bits: exact for what the kernels ask, integers and powers of two.
@@ -191,8 +199,43 @@ INLINE u32 of_lane(u32 x, int lane) {
   warp_barrier();
   return r;
 }
+INLINE void load_matrices(u32 (&r)[4], u32 at) {
+  shuffled[current] = at;
+  warp_barrier();
+  const int lane = current & 31;
+  for (int i = 0; i < 4; i++) {
+    const u32 row = shuffled[current / 32 * 32 + 8 * i + lane / 4];
+    if (row % 16) abort();
+    r[i] = checked<u32>(shared_memory + row + lane % 4 * 4);
+  }
+  warp_barrier();
+}
+INLINE void load_transposed(u32 (&r)[4], u32 at) {
+  shuffled[current] = at;
+  warp_barrier();
+  const int lane = current & 31;
+  for (int i = 0; i < 4; i++) {
+    r[i] = 0;
+    for (int k = 0; k < 2; k++) {
+      const u32 row = shuffled[current / 32 * 32 + 8 * i + lane % 4 * 2 + k];
+      if (row % 16) abort();
+      r[i] |= (u32)checked<u16>(shared_memory + row + lane / 4 * 2) << 16 * k;
+    }
+  }
+  warp_barrier();
+}
+INLINE u32 transpose(u32 x) {
+  shuffled[current] = x;
+  warp_barrier();
+  const int lane = current & 31;
+  u32 r = 0;
+  for (int k = 0; k < 2; k++) r |= (shuffled[current / 32 * 32 + (lane % 4 * 2 + k) * 4 + lane / 8] >> lane / 4 % 2 * 16 & 0xffff) << 16 * k;
+  warp_barrier();
+  return r;
+}
 INLINE void wait_for_loads(u32, u32) { warp_barrier(); }
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE u32 as_bits(float x) { return bits(x); }
 
 #if WARPGROUP
@@ -252,46 +295,69 @@ INLINE void put_word(u32 at, u32 x) {
   if (at % 4 || at + 4 > sizeof(shared_memory)) abort();
   memcpy(shared_memory + at, &x, 4);
 }
+INLINE void put_vector(u32 at, const U4& x) {
+  if (at % 16 || at + 16 > sizeof(shared_memory)) abort();
+  memcpy(shared_memory + at, x.v, 16);
+}
 INLINE void put_shared(u32 at, float x) { memcpy(shared_memory + at, &x, 4); }
 INLINE float as_float(u32 x) { return bits(x); }
 INLINE void store_floats(float* p, const float (&x)[4]) { memcpy(p, x, 16); }
+
+INLINE void store_pair(float* p, float x, float y) { p[0] = x, p[1] = y; }
+INLINE void store8(u8* p, u32 x, u32 y) {
+  if ((uintptr_t)p % 8) abort();
+  memcpy(p, &x, 4), memcpy(p + 4, &y, 4);
+}
+#define INFINITE INFINITY
+INLINE float larger(float a, float b) { return std::fmax(a, b); }
+INLINE float power_of_2(float x) { return std::exp2(x); }
 
 // Barriers in shared memory, by their address.
 struct Phase {
   int all, arrived = 0, bytes = 0, completed = 0;
 };
 static std::map<u32, Phase> phases;
-static void move_on(Phase& p) {
+static void end_phase(Phase& p) {
   if (p.arrived == p.all && p.bytes == 0) p.arrived = 0, p.completed++;
 }
 INLINE void set_barrier(u32 bar, int arrivals) { phases[bar] = Phase{arrivals}; }
 INLINE void publish_barriers() {}
 INLINE void expect_bytes(u32 bar, int bytes) {
   phases.at(bar).bytes += bytes, phases.at(bar).arrived++;
-  move_on(phases.at(bar));
+  end_phase(phases.at(bar));
 }
 INLINE void arrive_at(u32 bar) {
   phases.at(bar).arrived++;
-  move_on(phases.at(bar));
+  end_phase(phases.at(bar));
 }
 INLINE void wait_at(u32 bar, int parity) {
   while ((phases.at(bar).completed & 1) == parity) others_turn();
 }
-INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
-  if (to % 128) abort();
-  for (int c = 0; c < map.box_chunks; c++)
-    for (int r = 0; r < map.box_rows; r++, to += map.width) {
-      if (to + map.width > sizeof(shared_memory)) abort();
-      if (row + r >= map.rows || chunk + c >= map.chunks) memset(shared_memory + to, 0, map.width);
-      else {
-        const u8* from = map.data + (row + r) * map.stride + (chunk + c) * map.width;
-        for (int i = 0; i < map.width; i += 16) memcpy(shared_memory + to + (map.swizzled ? i ^ (r % 8 * 16) : i), from + i, 16);
-      }
+static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 bar) {
+  if (to % (map.exchanged ? 1024 : 128)) abort();
+  const int64_t bytes = 4 * map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.box[4];
+  if (to + bytes > sizeof(shared_memory)) abort();
+  for (int64_t i = 0; i < bytes / 4; i++) {
+    int64_t rest = i, offset = 0;
+    bool inside = true;
+    for (int d = 0; d < 5; d++) {
+      const int64_t x = from[d] + rest % map.box[d];
+      rest /= map.box[d];
+      inside &= x >= 0 && x < map.shape[d];
+      offset += x * map.strides[d];
     }
-  phases.at(bar).bytes -= map.box_chunks * map.box_rows * map.width;
-  move_on(phases.at(bar));
+    u32 at = to + 4 * i;
+    if (map.exchanged) at ^= (at >> 7 & 7) << 4;
+    if (inside) memcpy(shared_memory + at, map.data + offset, 4);
+    else memset(shared_memory + at, 0, 4);
+  }
+  phases.at(bar).bytes -= bytes;
+  end_phase(phases.at(bar));
 }
+INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_tensor(to, map, {0, row, chunk, 0, 0}, bar); }
 INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_box(to, map, row, chunk, bar); }
+INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, 0, head, block}, bar); }
+INLINE void prefetch_map(const Map&) {}
 
 static bool votes[64];
 INLINE bool any_lane(bool x) {
@@ -310,7 +376,13 @@ INLINE bool counted_last(int* counter, int all) {
   return last;
 }
 INLINE float load_fresh(const float* p) { return *p; }
-INLINE U4 load_fresh16(const float* p) { return stream16(p); }
+template <int N>
+INLINE void load_fresh(float (&r)[N], const float* p, bool there) {
+  memset(r, 0, sizeof(r));
+  if (!there) return;
+  if ((uintptr_t)p % (4 * N)) abort();
+  memcpy(r, p, 4 * N);
+}
 
 static std::function<void()> body;
 static void enter() {
@@ -326,7 +398,7 @@ static void run_blocks(int threads, int x, int y, int z, std::function<void()> k
       for (block[0] = 0; block[0] < x; block[0]++) {
         lanes.assign(threads, Lane());
         warp_counters.assign(threads / 32, Counter());
-        block_counter = first_counter = Counter();
+        block_counter = some_counter = Counter();
         phases.clear();
         memset(shared_memory, 0xff, sizeof(shared_memory));
         for (auto& lane : lanes) {

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -43,6 +44,23 @@ def library() -> ctypes.CDLL | None:
         major,
     )
     return None
+
+
+@functools.cache
+def architecture(device: torch.device) -> str | None:
+    """What to compile for; None where the kernels of `ops.cuda` cannot run."""
+    if device.type != "cuda" or torch.version.hip is not None or library() is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return "sm_90a" if (major, minor) == (9, 0) else None
+
+
+_POOL = ThreadPoolExecutor(8, thread_name_prefix="nvrtc")
+
+
+def in_background(source: str, architecture: str) -> Future[bytes]:
+    """`compile_kernel`, on a thread."""
+    return _POOL.submit(compile_kernel, source, architecture)
 
 
 def compile_kernel(source: str, architecture: str) -> bytes:

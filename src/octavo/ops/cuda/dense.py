@@ -16,9 +16,8 @@ from typing import Literal
 
 import torch
 
-from octavo.ops.cuda.compiler import compile_kernel
-from octavo.ops.cuda.launch import Kernel, TensorMap, tensor_map
-from octavo.ops.cuda.low_bit import Box, architecture
+from octavo.ops.cuda.compiler import architecture, compile_kernel
+from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
@@ -212,11 +211,12 @@ def arguments(
     )
 
 
-def box_of(matrix: torch.Tensor, rows: int, depth: int) -> Box:
+def boxes_of(matrix: torch.Tensor, rows: int, depth: int) -> Boxes:
     """Boxes of `depth` chunks of `rows` rows of a matrix."""
     size = matrix.element_size()
-    chunks = matrix.shape[1] * size // ROW_BYTES
-    return Box(matrix.data_ptr(), matrix.stride(0) * size, len(matrix), chunks, ROW_BYTES, rows, depth)
+    row, chunks = matrix.stride(0) * size, matrix.shape[1] * size // ROW_BYTES
+    words = ROW_BYTES // 4
+    return Boxes(matrix.data_ptr(), (words, len(matrix), chunks), (row, ROW_BYTES), (words, rows, depth), exchanged=True)
 
 
 def grid_of(columns: int, tuning: Tuning, sms: int) -> tuple[int, int, int]:
@@ -244,12 +244,6 @@ def _kernel(form: Form, tuning: Tuning, device: torch.device) -> Kernel:
     code = _code(form, tuning, device).result()
     with torch.cuda.device(device):
         return Kernel(code, tuning.name, tuning.threads, tuning.shared_bytes, overlap=overlap_supported(device))
-
-
-@functools.lru_cache(4096)
-def _map(box: Box) -> TensorMap:
-    shape, strides = (box.width // 4, box.rows, box.chunks), (box.stride, box.width)
-    return tensor_map(box.data, shape, strides, (box.width // 4, box.box_rows, box.box_chunks), swizzled=True)
 
 
 def prepare(form: Form, tuning: Tuning, device: torch.device) -> None:
@@ -291,5 +285,6 @@ def multiply(
     kernel = _kernel(form, tuning, x.device)
     packed = arguments(len(x), weight, form, bias, out, workspace, scales)
     grid = grid_of(len(weight), tuning, sm_count(x.device))
-    kernel.launch(grid, packed, _map(box_of(x, tuning.rows, tuning.depth)), _map(box_of(weight, tuning.columns, tuning.depth)))
+    boxes = boxes_of(x, tuning.rows, tuning.depth), boxes_of(weight, tuning.columns, tuning.depth)
+    kernel.launch(grid, packed, *map(tensor_map, boxes))
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +15,8 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _UINT32 = 2
 _SWIZZLE_128_BYTES = 3
 _PROMOTE_TO_256_BYTES = 3
-"""Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion."""
+"""Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType, CUtensorMapSwizzle and
+CUtensorMapL2promotion."""
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -58,35 +60,44 @@ def _check(status: int, what: str) -> None:
         raise LaunchError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-def tensor_map(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, swizzled: bool = False
-) -> TensorMap:
-    """How the copy engine finds boxes of a tensor of 4-byte elements.
+@dataclass(frozen=True)
+class Boxes:
+    """How the copy engine finds boxes of a tensor of 4-byte elements."""
 
-    Args:
-        shape: elements, the contiguous dimension first.
-        strides: bytes, of all dimensions but the first; multiples of 16.
-        box: elements that are copied at once.
-        swizzled: 16-byte pieces of rows of 128 bytes are exchanged by the row's number, as the tensor cores want them.
-    """
-    rank = len(shape)
+    address: int
+    shape: tuple[int, ...]
+    """Elements, the contiguous dimension first."""
+    strides: tuple[int, ...]
+    """Bytes, of all dimensions but the first; multiples of 16."""
+    box: tuple[int, ...]
+    """Elements that are copied at once."""
+    exchanged: bool = False
+    """Lines of 128 bytes, their 16-byte pieces exchanged by the line's number modulo 8 (by address: boxes go to multiples of 1024)."""
+    promoted: bool = True
+    """Whether L2 fetches 256 bytes where fewer are asked for."""
+
+
+@functools.lru_cache(8192)
+def tensor_map(boxes: Boxes) -> TensorMap:
+    """The driver's description of `boxes`."""
+    rank = len(boxes.shape)
     room = (ctypes.c_uint64 * 24)()
     at = (ctypes.addressof(room) + 63) // 64 * 64  # the driver writes to multiples of 64
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
         _UINT32,
         ctypes.c_uint(rank),
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*shape),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
+        ctypes.c_void_p(boxes.address),
+        (ctypes.c_uint64 * rank)(*boxes.shape),
+        (ctypes.c_uint64 * (rank - 1))(*boxes.strides),
+        (ctypes.c_uint32 * rank)(*boxes.box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
-        _SWIZZLE_128_BYTES if swizzled else 0,
-        _PROMOTE_TO_256_BYTES,
+        _SWIZZLE_128_BYTES if boxes.exchanged else 0,
+        _PROMOTE_TO_256_BYTES if boxes.promoted else 0,
         0,
     )
-    _check(status, f"A tensor of shape {shape}, strides {strides} cannot be copied in boxes of {box}")
+    _check(status, f"A tensor of shape {boxes.shape}, strides {boxes.strides} cannot be copied in boxes of {boxes.box}")
     return TensorMap.from_buffer_copy(ctypes.string_at(at, 128))
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.compiler import compile_kernel, library
-from octavo.ops.cuda.launch import Kernel, TensorMap, tensor_map
+from octavo.ops.cuda.compiler import architecture, in_background
+from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBit, LowBitLayout, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
@@ -283,23 +283,11 @@ def arguments(
     )
 
 
-@dataclass(frozen=True)
-class Box:
-    """What of a weight's data the kernels copy at once: [chunks, rows, width bytes] of a tensor seen as that."""
-
-    data: int
-    stride: int
-    """Bytes from row to row."""
-    rows: int
-    chunks: int
-    width: int
-    box_rows: int
-    box_chunks: int
-
-
-def box_of(weight: LowBit, form: Form, tuning: Tuning, inner: int) -> Box:
+def boxes_of(weight: LowBit, form: Form, tuning: Tuning, inner: int) -> Boxes:
+    """What of a weight's data the kernels copy at once: its data seen as [chunks, rows, width bytes]."""
     box = (16, tuning.warps) if isinstance(tuning, Stream) else (tuning.columns, 1)
-    return Box(weight.data.data_ptr(), weight.data.stride(0), weight.out_features, inner // form.chunk, form.width, *box)
+    shape = (form.width // 4, weight.out_features, inner // form.chunk)
+    return Boxes(weight.data.data_ptr(), shape, (weight.data.stride(0), form.width), (form.width // 4, *box))
 
 
 def grid_of(rows: int, columns: int, tuning: Tuning, sms: int) -> tuple[int, int, int]:
@@ -317,22 +305,10 @@ def workspace_size(rows: int, columns: int, tuning: Tuning) -> tuple[int, int]:
 
 
 @functools.cache
-def architecture(device: torch.device) -> str | None:
-    """What to compile for; None where these kernels cannot run."""
-    if device.type != "cuda" or torch.version.hip is not None or library() is None:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return "sm_90a" if (major, minor) == (9, 0) else None
-
-
-_POOL = ThreadPoolExecutor(8, thread_name_prefix="nvrtc")
-
-
-@functools.cache
 def _code(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Future[bytes]:
     target = architecture(device)
     assert target is not None
-    return _POOL.submit(compile_kernel, device_source(form, tuning, inner), target)
+    return in_background(device_source(form, tuning, inner), target)
 
 
 @functools.cache
@@ -341,12 +317,6 @@ def _kernel(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Ker
     shared = tuning.shared_bytes(form)
     with torch.cuda.device(device):
         return Kernel(code, tuning.name, tuning.threads, shared, overlap=overlap_supported(device))
-
-
-@functools.lru_cache(4096)
-def _map(box: Box) -> TensorMap:
-    shape, strides = (box.width // 4, box.rows, box.chunks), (box.stride, box.width)
-    return tensor_map(box.data, shape, strides, (box.width // 4, box.box_rows, box.box_chunks))
 
 
 def prepare(form: Form, tuning: Tuning, inner: int, device: torch.device) -> None:
@@ -378,7 +348,6 @@ def multiply(
     elements, tiles = workspace_size(len(x), weight.out_features, tuning)
     assert not elements or (workspace is not None and len(workspace.parts) >= elements and len(workspace.counters) >= tiles)
     kernel = _kernel(form, tuning, _inner(tuning, layout.inner), x.device)
-    box = box_of(weight, form, tuning, layout.inner)
     grid = grid_of(len(x), weight.out_features, tuning, sm_count(x.device))
-    kernel.launch(grid, arguments(x, weight, layout, bias, out, workspace), _map(box))
+    kernel.launch(grid, arguments(x, weight, layout, bias, out, workspace), tensor_map(boxes_of(weight, form, tuning, layout.inner)))
     return out

@@ -38,7 +38,7 @@ MEMBER_ROW, MEMBER_PART, MEMBER_FIRST_PART, MEMBER_NUM_PARTS = range(MEMBER_FIEL
 _ALIGNMENT = 16
 _BLOCKS_PER_SM = 3
 """Thread blocks that fit an SM at a time."""
-_MOST_BUNDLED = 256
+MOST_BUNDLED = 256
 """Rows in bundles at most: each takes places for its parts."""
 _LEAST_SAVED = 0.1
 """Share of all tokens that bundles must save from being read again to be worth the additional parts."""
@@ -114,7 +114,7 @@ def decode_capacity(max_rows: int, num_kv_heads: int, sm_count: int, *, bundle: 
     at_once = max(max_rows, -(-_BLOCKS_PER_SM * sm_count // num_kv_heads))
     if bundle == 1 or max_rows == 1:
         return DecodeCapacity(items=max_rows + cuts, parts=min(max_rows, cuts) + cuts, cuts=cuts, at_once=at_once)
-    bundled = min(max_rows, _MOST_BUNDLED)
+    bundled = min(max_rows, MOST_BUNDLED)
     members = bundled + bundle * cuts
     return DecodeCapacity(
         items=max_rows + bundled // 2 + cuts,
@@ -186,7 +186,7 @@ def plan_decode(
     """
     lens = context_lens.astype(np.int64)
     if bundles is not None and capacity.members and sliding_window is None:
-        bundles = _worth_it(bundles, lens)
+        bundles = worth_it(bundles, lens)
         if bundles is not None:
             return _finish(_cut_bundled(lens, bundles, capacity, min_part), capacity, num_kv_heads, sm_count)
     return _finish(_cut(lens, capacity, sliding_window, min_part), capacity, num_kv_heads, sm_count)
@@ -218,7 +218,7 @@ def _pieces(need: Int64, share: int) -> tuple[Int64, Int64]:
     return -(-need // size), size
 
 
-def _repeat(counts: Int64) -> tuple[Int64, Int64]:
+def repeated(counts: Int64) -> tuple[Int64, Int64]:
     """(owner, place within its owner) of sum(counts) things of which owner i has counts[i]."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -236,7 +236,7 @@ def _cut(lens: Int64, capacity: DecodeCapacity, sliding_window: int | None, min_
         columns[ROW], columns[LO], columns[HI], columns[CONTEXT] = row, begins[row], lens[row], lens[row]
         columns[PART : FIRST_PART + 1], columns[NUM_PARTS] = -1, 1
         return _Items(columns, 0, _NO_MEMBERS)
-    row, index = _repeat(parts)
+    row, index = repeated(parts)
     num_parts = parts[row]
     lo = begins[row] + index * size[row]
     split = num_parts > 1
@@ -246,13 +246,13 @@ def _cut(lens: Int64, capacity: DecodeCapacity, sliding_window: int | None, min_
     return _Items(columns, int(np.count_nonzero(split)), _NO_MEMBERS)
 
 
-def _worth_it(bundles: Bundles, lens: Int64) -> Bundles | None:
+def worth_it(bundles: Bundles, lens: Int64) -> Bundles | None:
     """The bundles that save most, as far as there is room, if they save enough together."""
-    if int(bundles.sizes.sum()) > _MOST_BUNDLED:
+    if int(bundles.sizes.sum()) > MOST_BUNDLED:
         keep = np.argsort(-bundles.shared * (bundles.sizes - 1), kind="stable")
-        keep = keep[np.cumsum(bundles.sizes[keep]) <= _MOST_BUNDLED]
+        keep = keep[np.cumsum(bundles.sizes[keep]) <= MOST_BUNDLED]
         begins = np.cumsum(bundles.sizes) - bundles.sizes
-        owner, index = _repeat(bundles.sizes[keep])
+        owner, index = repeated(bundles.sizes[keep])
         bundles = Bundles(bundles.rows[begins[keep][owner] + index], bundles.sizes[keep], bundles.shared[keep])
     saved = int((bundles.shared * (bundles.sizes - 1)).sum())
     return bundles if saved >= _LEAST_SAVED * int(lens.sum()) else None
@@ -262,7 +262,7 @@ def _cut_bundled(lens: Int64, bundles: Bundles, capacity: DecodeCapacity, min_pa
     """Pieces of the bundles' common beginnings, which are parts of all their rows, and of what each row has for itself."""
     sizes = bundles.sizes
     firsts = np.cumsum(sizes) - sizes
-    bundle_of, _ = _repeat(sizes)
+    bundle_of, _ = repeated(sizes)
     # A row keeps at least its last token for itself.
     shared = np.minimum(bundles.shared, (np.minimum.reduceat(lens[bundles.rows], firsts) - 1) // _ALIGNMENT * _ALIGNMENT)
     begins = np.zeros_like(lens)
@@ -279,8 +279,8 @@ def _cut_bundled(lens: Int64, bundles: Bundles, capacity: DecodeCapacity, min_pa
     places = np.where(parts > 1, parts, 0)
     first_part = np.cumsum(places) - places
 
-    row, index = _repeat(own_parts)
-    bundle, piece = _repeat(common_parts)
+    row, index = repeated(own_parts)
+    bundle, piece = repeated(common_parts)
     columns = np.zeros((ITEM_FIELDS, len(row) + len(bundle)), dtype=np.int64)
     mine, theirs = columns[:, : len(row)], columns[:, len(row) :]
     split = parts[row] > 1
@@ -289,7 +289,7 @@ def _cut_bundled(lens: Int64, bundles: Bundles, capacity: DecodeCapacity, min_pa
     part = np.where(split, first_part[row] + before[row] + index, -1)
     mine[:MEMBERS] = row, lo, hi, lens[row], part, np.where(split, first_part[row], -1), parts[row]
 
-    item, place = _repeat(sizes[bundle])
+    item, place = repeated(sizes[bundle])
     member = bundles.rows[firsts[bundle][item] + place]
     leader = bundles.rows[firsts[bundle]]
     lo = piece * common_size[bundle]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -36,6 +37,14 @@ def overlap_supported(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+_compiling = threading.Event()
+
+
+def compiles_only() -> bool:
+    """Whether kernels are compiled instead of launched: see `compiling_only`."""
+    return _compiling.is_set()
+
+
 @contextlib.contextmanager
 def compiling_only(threads: int) -> Iterator[None]:
     """In this context, kernels are compiled instead of launched, on several threads at once; leaving it waits for the last of them.
@@ -48,9 +57,11 @@ def compiling_only(threads: int) -> Iterator[None]:
 
     with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
         JITFunction.__getitem__ = compile_only  # shadows what the class inherits
+        _compiling.set()
         try:
             yield
         finally:
+            _compiling.clear()
             del JITFunction.__getitem__
 
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows
 from octavo.ops.cuda import dense
-from octavo.ops.cuda.compiler import CompilerError
-from octavo.ops.cuda.low_bit import architecture
+from octavo.ops.cuda.compiler import CompilerError, architecture
 from octavo.ops.packed import DenseWeight, LinearWeight, OffsetWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import low_bit_linear, with_offsets
 from octavo.ops.triton.launch import sm_count

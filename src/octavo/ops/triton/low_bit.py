@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.cuda import dense
 from octavo.ops.cuda import low_bit as cuda
-from octavo.ops.cuda.compiler import CompilerError
+from octavo.ops.cuda.compiler import CompilerError, architecture
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
 from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
 from octavo.ops.triton.launch import sm_count
@@ -79,7 +79,7 @@ class LowBitLinear:
 
     def _form(self, weight: LowBit, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
         """What the CUDA C++ kernels make of a weight, where they run and take it."""
-        runs = self._compiles and cuda.architecture(weight.data.device) is not None
+        runs = self._compiles and architecture(weight.data.device) is not None
         return cuda.form_of(weight, dtype, bias=bias) if runs else None
 
     def _float8_product(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,7 +98,7 @@ class LowBitLinear:
         """How `ops.cuda.dense` multiplies so many rows with a weight, where it does."""
         if not _MOST_ROWS_BEFORE_8_BITS < rows <= dense.MOST_ROWS or not isinstance(weight, Float8Weight):
             return None
-        if not _rounds_whole_rows(weight) or not self._compiles or cuda.architecture(weight.data.device) is None:
+        if not _rounds_whole_rows(weight) or not self._compiles or architecture(weight.data.device) is None:
             return None
         form = dense.Form("float8", dtype == torch.float16, bias, weight.row_block)
         tuning = dense.choice(form, weight.out_features, weight.in_features, rows, sm_count(weight.data.device))

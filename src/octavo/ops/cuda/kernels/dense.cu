@@ -195,17 +195,18 @@ UNROLL
 UNROLL
       for (int v = 0; v < VECTORS; v++) store_floats(part + v * 128, {acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]});
     }
-    barrier_of(CONSUMERS);
+    some_barrier(CONSUMERS);
     if (thread_id() == 0) *last = counted_last(p.counters + tile, SPLIT);
-    barrier_of(CONSUMERS);
+    some_barrier(CONSUMERS);
     if (*last) {
       for (int i = warp; i < USED_WARPS * VECTORS; i += 4 * WARPGROUPS) {
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 UNROLL
         for (int s = 0; s < SPLIT; s++) {
-          const U4 part = load_fresh16(parts + (s * USED_WARPS * VECTORS + i) * 128 + lane * 4);
+          float part[4];
+          load_fresh(part, parts + (s * USED_WARPS * VECTORS + i) * 128 + lane * 4, true);
 UNROLL
-          for (int k = 0; k < 4; k++) sums[k] += as_float(part.v[k]);
+          for (int k = 0; k < 4; k++) sums[k] += part[k];
         }
         store_vector(p, tile, i / VECTORS, i % VECTORS, lane, scales_of(p, i / VECTORS, lane), columns_of(p, tile, i % VECTORS, lane), sums);
       }

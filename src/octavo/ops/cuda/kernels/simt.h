@@ -27,7 +27,18 @@ INLINE int block_y() { return blockIdx.y; }
 INLINE int block_z() { return blockIdx.z; }
 INLINE int blocks_x() { return gridDim.x; }
 
+// So many registers a thread from here on; for all warps of a warp group. More are waited for until others have left as many.
+template <int count>
+INLINE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+INLINE void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
 INLINE void block_barrier() { __syncthreads(); }
+// Of the first so many threads of a block.
+INLINE void some_barrier(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // Programmatic dependent launch: wait for what the kernel before wrote; let the next one be set up.
 INLINE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -37,6 +48,12 @@ INLINE void release_dependents() { asm volatile("griddepcontrol.launch_dependent
 INLINE U4 load16(const void* p) {
   U4 r;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
+  return r;
+}
+
+INLINE int load_number(const int* p) {
+  int r;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(r) : "l"(p));
   return r;
 }
 
@@ -69,6 +86,15 @@ INLINE u16 narrow(float x) {
 #endif
   return r;
 }
+INLINE u32 narrow2(float low, float high) {
+  u32 r;
+#if HALF
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}
 INLINE float from_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
 INLINE float from_float16(u16 x) {
   float r;
@@ -94,6 +120,21 @@ INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
+}
+
+// Four matrices of [8, 8] numbers of 16 bits from shared memory, lane 8 * i + j giving the address of row j of matrix i: of each, a lane
+// gets columns 2 * (lane % 4) and the next of row lane / 4; transposed, rows 2 * (lane % 4) and the next of column lane / 4.
+INLINE void load_matrices(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+INLINE void load_transposed(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+// One such matrix, held as rows, as columns.
+INLINE u32 transpose(u32 x) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
 }
 
 INLINE U4 shared16(u32 at) {
@@ -123,11 +164,23 @@ INLINE u32 shared1(u32 at) {
   return r;
 }
 INLINE void put_word(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+INLINE void put_vector(u32 at, const U4& x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]) : "memory");
+}
 INLINE void put_shared(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 INLINE float as_float(u32 x) { return __uint_as_float(x); }
 INLINE u32 as_bits(float x) { return __float_as_uint(x); }
 INLINE void store_floats(float* p, const float (&x)[4]) {
   asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+INLINE void store_pair(float* p, float x, float y) { asm volatile("st.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(x), "f"(y) : "memory"); }
+INLINE void store8(u8* p, u32 x, u32 y) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
+#define INFINITE __int_as_float(0x7f800000)
+INLINE float larger(float a, float b) { return fmaxf(a, b); }
+INLINE float power_of_2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 }
 INLINE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 // Passes when the loads of all lanes of the warp that gave these values are done. What is written elsewhere by the copy engine is not
@@ -136,8 +189,6 @@ INLINE void wait_for_loads(u32 a, u32 b) {
   if (__any_sync(0xffffffffu, (a ^ b) == 0x5bd1e995u)) asm volatile("nanosleep.u32 1;" ::: "memory");
 }
 INLINE void warp_barrier() { __syncwarp(); }
-// Of the block's first threads.
-INLINE void barrier_of(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // Barriers in shared memory: a phase ends when all have arrived, and all bytes that were announced.
 INLINE void set_barrier(u32 bar, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory"); }
@@ -168,8 +219,16 @@ INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) {
       "l"(&map), "r"(0), "r"(row), "r"(chunk), "r"(bar)
       : "memory");
 }
+// Sixteen rows of one head in block `block` of a cache, from `row` of the block on: in shared memory 128 bytes of each row, then the
+// next 128; the 16-byte pieces of each 128 exchanged by the row's number modulo 8, so that no matrix of 8 rows has bank conflicts.
+INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to), "l"(&map),
+               "r"(0), "r"(row), "r"(0), "r"(head), "r"(block), "r"(bar)
+               : "memory");
+}
+INLINE void prefetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
-// The same for [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
+// Products of [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
 template <bool unsigned_b>
 INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if (unsigned_b)
@@ -183,6 +242,7 @@ INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 INLINE u32 of_lane(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -213,8 +273,14 @@ INLINE float load_fresh(const float* p) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(p));
   return r;
 }
-INLINE U4 load_fresh16(const float* p) {
-  U4 r;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
-  return r;
+// Zeros, and nothing is read, unless `there`: no branch.
+INLINE void load_fresh(float (&r)[2], const float* p, bool there) {
+  r[0] = r[1] = 0.0f;
+  asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %3, 0;\n@there ld.global.cg.v2.f32 {%0,%1}, [%2];\n}" : "+f"(r[0]), "+f"(r[1]) : "l"(p), "r"((int)there));
+}
+INLINE void load_fresh(float (&r)[4], const float* p, bool there) {
+  r[0] = r[1] = r[2] = r[3] = 0.0f;
+  asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %5, 0;\n@there ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];\n}"
+               : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3])
+               : "l"(p), "r"((int)there));
 }

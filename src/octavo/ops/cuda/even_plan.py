@@ -1,0 +1,245 @@
+"""How a decode step of few rows is shared out: every SM gets as many tiles of 16 keys as every other. Pure numpy, once a step.
+
+All KV heads of all rows stand in one line, which is cut into equal shares, a thread block's each. A cut falls into a row, or is moved to
+the nearest end of one where that is near. Between two cuts lie a block's *items*: a KV head of one row (or, of rows that are read
+together, of what they have in common: `decode_plan.Bundles`) from one position to another. What a row's items have each is added up by
+the last of them to finish, in the order of its parts.
+
+As in `decode_plan`, the arrays have a fixed capacity, so that a captured CUDA graph can replay with a new plan copied over the old one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.ops.triton.decode_plan import MOST_BUNDLED, Bundles, Int32, Int64, repeated, worth_it
+
+ITEM_FIELDS = 12
+ROW, LO, HI, CONTEXT, PART, FIRST_PART, NUM_PARTS, MEMBERS, HEAD, NEXT = range(10)
+"""Columns of an item: attend the queries of `row` that share KV head `head` to positions [lo, hi) of a context of `context` tokens.
+`part` is its place in the workspace (-1: nothing else is read for this row and head), `first_part` and `num_parts` the places of all
+parts. `next` is where the block's next item is (0: nowhere); its first is at the block's number, and has hi = 0 if it has none. Where
+`members` is not 0, the queries of that many rows attend; `row` is one of them, and `part` the place of the first in the list of members."""
+
+MEMBER_FIELDS = 4
+MEMBER_ROW, MEMBER_PART, MEMBER_FIRST_PART, MEMBER_NUM_PARTS = range(MEMBER_FIELDS)
+"""Columns of a member: a row, and the item's part of it, as above."""
+
+_TILE = 16
+
+
+@dataclass(frozen=True)
+class EvenCapacity:
+    """Sizes of the arrays that a plan, and the graph that replays it, must fit."""
+
+    kv_heads: int
+    blocks: int
+    """Shares, one a thread block."""
+    items: int
+    parts: int
+    """Places for partial results of a KV head."""
+    members: int = 0
+    """Places in the list of members. 0: rows are never bundled."""
+
+    @property
+    def size(self) -> int:
+        """Numbers in a plan."""
+        return self.items * ITEM_FIELDS + self.members * MEMBER_FIELDS
+
+
+@dataclass(frozen=True)
+class EvenPlan:
+    numbers: Int32
+    """[capacity.size]: the items, then the members."""
+    capacity: EvenCapacity
+    num_items: int
+    num_parts: int
+    num_members: int
+
+    @property
+    def items(self) -> Int32:
+        """[capacity.items, ITEM_FIELDS]"""
+        return self.numbers[: self.capacity.items * ITEM_FIELDS].reshape(-1, ITEM_FIELDS)
+
+    @property
+    def members(self) -> Int32:
+        """[capacity.members, MEMBER_FIELDS]"""
+        return self.numbers[self.capacity.items * ITEM_FIELDS :].reshape(-1, MEMBER_FIELDS)
+
+
+def even_capacity(max_rows: int, num_kv_heads: int, blocks: int, *, bundle: int = 1) -> EvenCapacity:
+    """Enough for any plan of up to `max_rows` rows, whatever their lengths.
+
+    Args:
+        bundle: rows in a bundle at most; 1 is a capacity without bundles.
+    """
+    pairs = max_rows * num_kv_heads
+    if bundle == 1 or max_rows == 1:
+        # A block has at most two parts of what is cut: its first item and its last.
+        return EvenCapacity(num_kv_heads, blocks, items=blocks + pairs, parts=2 * blocks)
+    # Each row in a bundle has at least two parts, what it shares and its own; a cut adds one for each row that it cuts.
+    shared = min(max_rows, MOST_BUNDLED) * num_kv_heads
+    return EvenCapacity(
+        num_kv_heads,
+        blocks,
+        items=blocks + pairs + shared // 2,
+        parts=2 * shared + (2 + bundle) * blocks,
+        members=shared + bundle * blocks,
+    )
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What is to be read, once for each KV head."""
+
+    rows: Int64
+    begins: Int64
+    ends: Int64
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """What blocks have of entries, in the order in which they stand in the line."""
+
+    pair: Int64
+    """Entry times KV heads, plus head."""
+    block: Int64
+    index: Int64
+    """Among the pieces of its pair."""
+    lo: Int64
+    hi: Int64
+    counts: Int64
+    """[pairs] pieces of each."""
+
+
+def plan_even(
+    context_lens: Int32,
+    capacity: EvenCapacity,
+    *,
+    sliding_window: int | None = None,
+    bundles: Bundles | None = None,
+    min_part: int = 128,
+) -> EvenPlan:
+    """Share out the rows' contexts.
+
+    Args:
+        context_lens: [rows] tokens each row attends to, its own included; 0 is a padding row that gets no work.
+        capacity: sizes the plan must have, from `even_capacity`.
+        sliding_window: rows attend to their last `sliding_window` tokens only. Such rows are not bundled.
+        bundles: rows that may be read together, of no more rows each than the capacity was made for. They are where the
+            capacity has members and it pays.
+        min_part: tokens that a share has at least.
+
+    Raises:
+        ValueError: the plan does not fit `capacity`.
+    """
+    lens, heads = context_lens.astype(np.int64), capacity.kv_heads
+    begins = np.zeros_like(lens)
+    if sliding_window is not None:
+        begins = np.maximum(lens - sliding_window, 0) // _TILE * _TILE
+        bundles = None
+    if bundles is not None:
+        bundles = worth_it(bundles, lens) if capacity.members else None
+    rows = np.flatnonzero(lens)
+    if bundles is None:
+        pieces = _cut(_Entries(rows, begins[rows], lens[rows]), capacity, min_part)
+        counts = pieces.counts[pieces.pair]
+        split = counts > 1
+        part = np.where(split, np.cumsum(split) - 1, -1)
+        columns = _columns(pieces, rows[pieces.pair // heads], lens, heads)
+        columns[PART], columns[FIRST_PART], columns[NUM_PARTS] = part, np.where(split, part - pieces.index, -1), counts
+        return _packed(columns, pieces.block, np.empty((MEMBER_FIELDS, 0), dtype=np.int64), int(split.sum()), capacity)
+    return _bundled(rows, lens, bundles, capacity, min_part)
+
+
+def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
+    heads = capacity.kv_heads
+    tiles = np.repeat(-(-(entries.ends - entries.begins) // _TILE), heads)
+    ends = np.cumsum(tiles)
+    starts = ends - tiles
+    total = int(ends[-1]) if len(ends) else 0
+    share = max(-(-min_part // _TILE), -(-total // capacity.blocks), 1)
+    bounds = np.arange(-(-total // share) + 1) * share
+    bounds[-1] = total
+    if near := share // 32:
+        pair = ends.searchsorted(bounds[1:-1])
+        before, behind = bounds[1:-1] - starts[pair], ends[pair] - bounds[1:-1]
+        bounds[1:-1] += behind * (behind <= near) - before * (before <= near)
+    first = bounds.searchsorted(starts, side="right") - 1
+    counts = bounds.searchsorted(ends) - first
+    owner, index = repeated(counts)
+    block = first[owner] + index
+    entry = owner // heads
+    start = starts[owner]
+    offset = entries.begins[entry] - _TILE * start
+    lo = offset + _TILE * np.maximum(start, bounds[block])
+    hi = np.minimum(offset + _TILE * bounds[block + 1], entries.ends[entry])
+    return _Pieces(owner, block, index, lo, hi, counts)
+
+
+def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int64:
+    columns = np.zeros((ITEM_FIELDS, len(rows)), dtype=np.int64)
+    columns[ROW], columns[LO], columns[HI], columns[CONTEXT], columns[HEAD] = rows, pieces.lo, pieces.hi, lens[rows], pieces.pair % heads
+    return columns
+
+
+def _bundled(rows: Int64, lens: Int64, bundles: Bundles, capacity: EvenCapacity, min_part: int) -> EvenPlan:
+    heads, sizes = capacity.kv_heads, bundles.sizes
+    firsts = np.cumsum(sizes) - sizes
+    bundle_of, _ = repeated(sizes)
+    # A row keeps at least its last token for itself.
+    shared = np.minimum(bundles.shared, (np.minimum.reduceat(lens[bundles.rows], firsts) - 1) // _TILE * _TILE)
+    begins = np.zeros_like(lens)
+    begins[bundles.rows] = shared[bundle_of]
+    own = len(rows)
+    leaders = bundles.rows[firsts]
+    entries = _Entries(
+        np.concatenate((rows, leaders)),
+        np.concatenate((begins[rows], np.zeros_like(shared))),
+        np.concatenate((lens[rows], shared)),
+    )
+    pieces = _cut(entries, capacity, min_part)
+    counts = pieces.counts.reshape(-1, heads)
+
+    before = np.zeros((len(lens), heads), dtype=np.int64)
+    """[rows, heads] parts that lie in its bundle's common beginning."""
+    before[bundles.rows] = counts[own:][bundle_of]
+    parts = before.copy()
+    parts[rows] += counts[:own]
+    places = np.where(parts > 1, parts, 0)
+    first_part = (np.cumsum(places) - places.reshape(-1)).reshape(parts.shape)
+
+    entry, head = pieces.pair // heads, pieces.pair % heads
+    row = entries.rows[entry]
+    columns = _columns(pieces, row, lens, heads)
+    split = parts[row, head] > 1
+    columns[PART] = np.where(split, first_part[row, head] + before[row, head] + pieces.index, -1)
+    columns[FIRST_PART], columns[NUM_PARTS] = np.where(split, first_part[row, head], -1), parts[row, head]
+
+    theirs = np.flatnonzero(entry >= own)
+    bundle = entry[theirs] - own
+    item, place = repeated(sizes[bundle])
+    member, its_head = bundles.rows[firsts[bundle][item] + place], head[theirs][item]
+    first = first_part[member, its_head]
+    members = np.stack((member, first + pieces.index[theirs][item], first, parts[member, its_head]))
+    columns[PART, theirs], columns[MEMBERS, theirs] = np.cumsum(sizes[bundle]) - sizes[bundle], sizes[bundle]
+    return _packed(columns, pieces.block, members, int(places.sum()), capacity)
+
+
+def _packed(columns: Int64, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
+    num_items, num_members = columns.shape[1], members.shape[1]
+    leads = np.ones(num_items, dtype=np.bool_)
+    np.not_equal(block[1:], block[:-1], out=leads[1:])
+    place = np.where(leads, block, capacity.blocks - 1 + np.cumsum(~leads))
+    if int(place.max(initial=0)) >= capacity.items or num_parts > capacity.parts or num_members > capacity.members:
+        raise ValueError(
+            f"A decode plan of {num_items} items, {num_parts} parts and {num_members} members does not fit a capacity of "
+            f"{capacity.items}, {capacity.parts} and {capacity.members}: capture with a larger one."
+        )
+    columns[NEXT, :-1] = np.where(leads[1:], 0, place[1:])
+    plan = EvenPlan(np.zeros(capacity.size, dtype=np.int32), capacity, num_items, num_parts, num_members)
+    plan.items[place] = columns.T
+    plan.members[:num_members] = members.T
+    return plan

@@ -1,0 +1,221 @@
+"""Attention of one query token a row over the paged cache, by the CUDA C++ kernel in `kernels/`, for few rows: see `form_of`."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+
+from octavo.ops.cuda.compiler import architecture, in_background
+from octavo.ops.cuda.even_plan import ITEM_FIELDS, EvenCapacity, EvenPlan
+from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
+from octavo.ops.triton.launch import overlap_supported
+
+_SOURCES = Path(__file__).parent / "kernels"
+_LOG2_E = 1.4426950408889634
+_WARPS = 4
+"""That attend, copy, and finish."""
+_STAGES = 4
+"""Of 16 tokens, 128 elements each, a warp: more reach no more of memory, but what is read in the ordinary way waits behind them."""
+_MOST_PER_SM = 5
+"""KV heads of rows."""
+_THREADS = 3 * 32 * _WARPS
+
+
+@dataclass(frozen=True)
+class Form:
+    """What of a model the compiler must know."""
+
+    half: bool
+    """float16, else bfloat16."""
+    head_dim: int
+    block: int
+    """Tokens of a cache block."""
+    kv_heads: int
+    group: int
+    bundles: bool
+    """Whether plans may hold bundles of rows."""
+
+    @property
+    def group_pad(self) -> int:
+        return 1 << (self.group - 1).bit_length()
+
+    @property
+    def columns(self) -> int:
+        """Of sums that a warp leaves for an item."""
+        return 16 if self.bundles else self.group_pad
+
+    @property
+    def buffers(self) -> int:
+        """Items whose sums can lie in shared memory."""
+        return 2 if self.columns <= 8 else 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles of 16 keys and values in each warp's ring."""
+        return 128 * _STAGES // self.head_dim
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: rings, sums with their stats, and barriers."""
+        sums = self.buffers * _WARPS * self.columns * (4 * (self.head_dim + 4) + 8)
+        return _WARPS * self.stages * (64 * self.head_dim + 16) + sums + 16 * self.buffers + 16
+
+    def definitions(self) -> dict[str, int]:
+        names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
+        more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "STAGES": self.stages}
+        return {name: int(value) for name, value in (names | more | {"BUFFERS": self.buffers, "WARPGROUP": 0}).items()}
+
+
+@dataclass(frozen=True)
+class EvenWorkspace:
+    """Device buffers of one plan capacity, at fixed addresses so that graphs can hold them. One in use a stream at a time."""
+
+    plan: torch.Tensor
+    """[capacity.size] int32: `EvenPlan.numbers`."""
+    sums: torch.Tensor
+    """[parts, group, head_dim] float32, group padded to a power of two."""
+    stats: torch.Tensor
+    """[parts, group, 2] float32: maximum and denominator."""
+    counters: torch.Tensor
+    """[parts] int32: parts of a row's head that have finished. Zero between launches."""
+    capacity: EvenCapacity
+
+    @classmethod
+    def allocate(cls, capacity: EvenCapacity, group: int, head_dim: int, device: torch.device) -> EvenWorkspace:
+        padded = triton.next_power_of_2(group)
+        return cls(
+            plan=torch.zeros(capacity.size, dtype=torch.int32, device=device),
+            sums=torch.empty(capacity.parts, padded, head_dim, dtype=torch.float32, device=device),
+            stats=torch.empty(capacity.parts, padded, 2, dtype=torch.float32, device=device),
+            counters=torch.zeros(capacity.parts, dtype=torch.int32, device=device),
+            capacity=capacity,
+        )
+
+    def load(self, plan: EvenPlan) -> None:
+        """Copy a plan in. The plan must have been made for this capacity."""
+        self.plan.copy_(torch.from_numpy(plan.numbers), non_blocking=True)
+
+
+class Arguments(ctypes.Structure):
+    """`Args` of `kernels/paged_decode.cu`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "table", "items", "members", "out", "sums", "stats", "counters")),
+        *((name, ctypes.c_longlong) for name in ("q_stride", "out_stride")),
+        *((name, ctypes.c_int) for name in ("table_stride", "window")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def form_of(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: int, kv_heads: int, group: int, *, bundles: bool
+) -> Form | None:
+    """None where the kernel does not take it: a float8 cache, heads that are not whole lines, blocks that are not whole tiles."""
+    if dtype not in (torch.float16, torch.bfloat16) or cache_dtype != dtype:
+        return None
+    if head_dim not in (64, 128) or block % 16 or group > 16:
+        return None
+    return Form(dtype == torch.float16, head_dim, block, kv_heads, group, bundles)
+
+
+def most_rows(num_kv_heads: int, sms: int) -> int:
+    """Beyond these, Triton's kernel is as fast: whole rows then spread evenly by themselves."""
+    return _MOST_PER_SM * sms // num_kv_heads
+
+
+def source(form: Form, machine: str) -> str:
+    """The program; `machine` is the text of `simt.h`."""
+    lines = [f"#define {name} {value}" for name, value in form.definitions().items()]
+    return "\n".join([*lines, machine, (_SOURCES / "paged_decode.cu").read_text()])
+
+
+def boxes_of(cache: torch.Tensor) -> Boxes:
+    """16 tokens of a head: pages of [block, head_dim], which are copied in lines of 128 bytes."""
+    blocks, heads, block, head_dim = cache.shape
+    lines = head_dim // 64
+    shape = (32, block, lines, heads, blocks)
+    strides = (2 * head_dim, 128, 2 * cache.stride(1), 2 * cache.stride(0))
+    return Boxes(cache.data_ptr(), shape, strides, (32, 16, lines, 1, 1), exchanged=True, promoted=False)
+
+
+def arguments(
+    q: torch.Tensor,
+    block_tables: torch.Tensor,
+    workspace: EvenWorkspace,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> Arguments:
+    return Arguments(
+        q=q.data_ptr(),
+        table=block_tables.data_ptr(),
+        items=workspace.plan.data_ptr(),
+        members=workspace.plan.data_ptr() + 4 * ITEM_FIELDS * workspace.capacity.items,
+        out=out.data_ptr(),
+        sums=workspace.sums.data_ptr(),
+        stats=workspace.stats.data_ptr(),
+        counters=workspace.counters.data_ptr(),
+        q_stride=2 * q.stride(0),
+        out_stride=2 * out.stride(0),
+        table_stride=block_tables.stride(0),
+        window=sliding_window or 0,
+        scale=scale * _LOG2_E,
+    )
+
+
+@functools.cache
+def _code(form: Form, device: torch.device) -> Future[bytes]:
+    target = architecture(device)
+    assert target is not None
+    return in_background(source(form, (_SOURCES / "simt.h").read_text()), target)
+
+
+@functools.cache
+def _kernel(form: Form, device: torch.device) -> Kernel:
+    code = _code(form, device).result()
+    with torch.cuda.device(device):
+        return Kernel(code, "paged_decode", _THREADS, form.shared_bytes, overlap=overlap_supported(device))
+
+
+def prepare(form: Form, device: torch.device) -> None:
+    """Begin to compile what `paged_decode` will launch."""
+    _code(form, device)
+
+
+def finish_preparing(form: Form, device: torch.device) -> None:
+    """Wait for `prepare`.
+
+    Raises:
+        CompilerError: the kernel cannot be compiled.
+    """
+    _code(form, device).result()
+
+
+def paged_decode(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    workspace: EvenWorkspace,
+    out: torch.Tensor,
+    form: Form,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """As `ops.triton.paged_decode.paged_decode`, up to rounding.
+
+    The kernel before may have written what a row has in its last 16 positions; all other keys and values, the plan and the block
+    tables must be older.
+    """
+    kernel = _kernel(form, q.device)
+    packed = arguments(q, block_tables, workspace, out, scale=scale, sliding_window=sliding_window)
+    kernel.launch((workspace.capacity.blocks, 1, 1), packed, tensor_map(boxes_of(key_cache)), tensor_map(boxes_of(value_cache)))
+    return out
