@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from octavo.ops.cuda.compiler import architecture, compile_kernel
+from octavo.ops.cuda.compiler import architecture, in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
@@ -229,14 +229,11 @@ def workspace_size(columns: int, tuning: Tuning) -> tuple[int, int]:
     return (tiles * tuning.split * -(-tuning.rows // 16) * 16 * tuning.columns, tiles) if tuning.split > 1 else (0, 0)
 
 
-_POOL = ThreadPoolExecutor(8, thread_name_prefix="nvrtc")
-
-
 @functools.cache
 def _code(form: Form, tuning: Tuning, device: torch.device) -> Future[bytes]:
     target = architecture(device)
     assert target is not None
-    return _POOL.submit(compile_kernel, device_source(form, tuning), target)
+    return in_background(device_source(form, tuning), target)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from octavo.ops.cuda.compiler import architecture, in_background
 from octavo.ops.cuda.even_plan import ITEM_FIELDS, EvenCapacity, EvenPlan
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.triton.turns import EARLY, overlap
 
 _SOURCES = Path(__file__).parent / "kernels"
 _LOG2_E = 1.4426950408889634
@@ -110,6 +111,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("q_stride", "out_stride")),
         *((name, ctypes.c_int) for name in ("table_stride", "window")),
         ("scale", ctypes.c_float),
+        ("early", ctypes.c_int),
     ]
 
 
@@ -167,6 +169,7 @@ def arguments(
         table_stride=block_tables.stride(0),
         window=sliding_window or 0,
         scale=scale * _LOG2_E,
+        early=overlap(len(q), q.device) == EARLY,
     )
 
 

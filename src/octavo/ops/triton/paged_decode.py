@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.ops.triton.decode_plan import ITEM_FIELDS, DecodeCapacity, DecodePlan
 from octavo.ops.triton.split_softmax import add_parts_of_few_rows, arrived_last, leave_part
+from octavo.ops.triton.turns import overlap, take_turn
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -159,9 +159,7 @@ def _attend_item(
             # `part` is where the item's members are listed; each has GROUP_PAD rows of the tile, and parts of its own.
             used = r // GROUP_PAD < members
             q_row = tl.load(members_ptr + (part + r // GROUP_PAD) * 4, mask=used, other=0).to(tl.int64)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    take_turn(OVERLAP)
     d = tl.arange(0, DIM_PAD)
     in_head = d[None, :] < HEAD_DIM
     real = (used & (g < GROUP))[:, None] & in_head
@@ -333,6 +331,7 @@ def paged_decode(
     group_pad, dim_pad = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     has_scale = k_scale is not None and v_scale is not None
     capacity = workspace.capacity
+    turn = overlap(len(q), q.device) if tuning.overlap else 0
     _decode_kernel[(num_kv_heads, min(capacity.items, capacity.at_once))](
         q,
         key_cache,
@@ -368,8 +367,8 @@ def paged_decode(
         SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
         PARTS_AT_ONCE=tuning.parts_at_once,
         SHARED=capacity.members > 0,
-        OVERLAP=tuning.overlap,
-        **({"launch_pdl": True} if tuning.overlap else {}),
+        OVERLAP=turn,
+        **({"launch_pdl": True} if turn else {}),
         num_warps=tuning.warps,
     )
     return out

@@ -36,6 +36,7 @@ struct Args {
   long long q_stride, out_stride;  // bytes
   int table_stride, window;
   float scale;  // for scores in base 2
+  int early;    // the next kernel may start at once
 };
 
 struct Layout {
@@ -385,8 +386,9 @@ INLINE void attend(const Queries& q, const Args& p, const Layout& l, const Item&
 
 INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
   Item item = load_item(p, block_x()), following = {};
+  if (p.early) release_dependents();
   wait_for_inputs();
-  release_dependents();
+  if (!p.early) release_dependents();
   Place place = {0, 0, warp};
   Queries q, next_q;
   load_queries(q, p, item, lane);
