@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_attention.py            the shipped tunings, checked and timed
     python benchmarks/gpu_attention.py --tune     every tuning in the grids below, best first
+    python benchmarks/gpu_attention.py --only 'decode 8B'    some cases; the results of others are kept
 
 Times are CUDA-graph replays over several layers' caches, so that the L2 cache does not answer and launches cost what they cost
 in serving. Decode attention stands behind the launch that it follows in the engine (norm, rotation and cache write), because the two
@@ -238,7 +239,7 @@ def planned_decodes(case: DecodeCase, contexts: np.ndarray, tune: bool) -> list[
         return plan(), (time.perf_counter() - begin) * 1e6
 
     form = form_of(case)
-    few = form is not None and case.rows <= cuda.most_rows(case.kv_heads, sms)
+    few = form is not None and case.rows <= cuda.most_rows(case.head_dim, case.kv_heads, sms)
     capacity = decode_capacity(case.rows, case.kv_heads, sms, bundle=case.most_bundled)
     plan, plan_us = timed(lambda: plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles))
     workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
@@ -518,6 +519,9 @@ def main() -> None:
                 )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    if args.only and args.out.exists() and (before := json.loads(args.out.read_text())) == versions | {"results": before["results"]}:
+        measured = {result["case"] for result in results}
+        results = [result for result in before["results"] if result["case"] not in measured] + results
     args.out.write_text(json.dumps({**versions, "results": results}, indent=1))
 
 

@@ -125,7 +125,7 @@ class Decodes:
         self._sms = sm_count(device)
         self._overlap = overlap_supported(device)
         self._forms = self._make_forms(model_dtype, block_size)
-        self._few = cuda.most_rows(g.num_kv_heads, self._sms)
+        self._few = cuda.most_rows(g.head_dim, g.num_kv_heads, self._sms)
         # Their number of parts depends on the number of rows, but not beyond these.
         most = max((self._triton_capacity(rows) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
         self._triton_buffers = DecodeWorkspace.allocate(most, g.num_heads, g.num_kv_heads, g.head_dim, device)
@@ -137,7 +137,7 @@ class Decodes:
     def _make_forms(self, model_dtype: torch.dtype, block_size: int) -> dict[bool, cuda.Form]:
         """By whether plans may hold bundles; empty where the kernel does not run or does not take the layers."""
         g = self._g
-        if architecture(self._device) is None or g.capped:
+        if architecture(self._device) is None or g.capped or not cuda.most_rows(g.head_dim, g.num_kv_heads, self._sms):
             return {}
         sizes = (g.head_dim, block_size, g.num_kv_heads, g.group)
         forms = {b: form for b in (False, True) if (form := cuda.form_of(model_dtype, self._dtype, *sizes, bundles=b)) is not None}

@@ -49,7 +49,7 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backend_and_tables(window: int | None) -> tuple[TritonAttention, torch.Tensor]:
     needed = -(-CONTEXTS // BLOCK)
-    attention = TritonAttention((LayerSpec(8, 2, 64, 0.125, sliding_window=window),), int(needed.sum()) + 1, BLOCK, HALF, DEVICE)
+    attention = TritonAttention((LayerSpec(8, 2, 128, 128**-0.5, sliding_window=window),), int(needed.sum()) + 1, BLOCK, HALF, DEVICE)
     attention.cache.of(0).normal_()
     tables, used = torch.zeros(len(CONTEXTS), int(needed.max()) + 4, dtype=torch.int32), 1
     for row, blocks in enumerate(needed.tolist()):
@@ -65,9 +65,9 @@ def expected(attention: TritonAttention, tables: torch.Tensor, q: torch.Tensor, 
     for row, context in enumerate(CONTEXTS.tolist()):
         k, v = (c[tables[row].long()].double().transpose(0, 1).flatten(1, 2)[:, :context] for c in attention.cache.of(0))
         begin = 0 if window is None else max(0, context - window)
-        grouped = q[row].double().view(2, 4, 64)
-        scores = torch.einsum("hgd,hsd->hgs", grouped, k[:, begin:]) * 0.125
-        rows.append(torch.einsum("hgs,hsd->hgd", scores.softmax(-1), v[:, begin:]).reshape(8, 64))
+        grouped = q[row].double().view(2, 4, 128)
+        scores = torch.einsum("hgd,hsd->hgs", grouped, k[:, begin:]) * 128**-0.5
+        rows.append(torch.einsum("hgs,hsd->hgd", scores.softmax(-1), v[:, begin:]).reshape(8, 128))
     return torch.stack(rows)
 
 
@@ -78,8 +78,8 @@ def test_a_backends_decodes(window: int | None, shared: SharedPrefixes | None, c
     torch.manual_seed(1)
     attention, tables = backend_and_tables(window)
     start = CONTEXTS - 1
-    q = torch.randn(len(CONTEXTS), 8, 64, device=DEVICE).to(HALF)
-    k, v = torch.randn(2, len(CONTEXTS), 2, 64, device=DEVICE).to(HALF)
+    q = torch.randn(len(CONTEXTS), 8, 128, device=DEVICE).to(HALF)
+    k, v = torch.randn(2, len(CONTEXTS), 2, 128, device=DEVICE).to(HALF)
     last = torch.from_numpy(start).to(DEVICE).long()
     slots = tables.gather(1, last[:, None] // BLOCK)[:, 0].long() * BLOCK + last % BLOCK
     if captured:
@@ -99,7 +99,7 @@ def test_a_backends_decodes(window: int | None, shared: SharedPrefixes | None, c
     assert relative_error(got, expected(attention, tables, q, window)) < 8e-3
 
 
-def decodes(head_dim: int = 64, block: int = 16, dtype: torch.dtype = HALF, *, capped: bool = False) -> Decodes:
+def decodes(head_dim: int = 128, block: int = 16, dtype: torch.dtype = HALF, *, capped: bool = False) -> Decodes:
     return Decodes(Geometry(8, 2, head_dim, None, capped, 0), dtype, HALF, block, DEVICE)
 
 
@@ -109,7 +109,7 @@ def test_many_rows_and_what_the_kernel_does_not_take_go_to_triton() -> None:
     assert isinstance(few.capacity(1), EvenCapacity)
     assert isinstance(few.capacity(most), EvenCapacity)
     assert not isinstance(few.capacity(most + 1), EvenCapacity)
-    for other in (decodes(80), decodes(block=4), decodes(capped=True), decodes(dtype=torch.float8_e4m3fn)):
+    for other in (decodes(64), decodes(80), decodes(block=4), decodes(capped=True), decodes(dtype=torch.float8_e4m3fn)):
         assert not isinstance(other.capacity(1), EvenCapacity)
         assert isinstance(other.work(1, torch.zeros(other.capacity(1).size, dtype=torch.int32)), TritonDecodes)
 
@@ -129,8 +129,8 @@ def test_nothing_is_launched_where_kernels_are_only_compiled() -> None:
     few = decodes()
     garbage = torch.full((few.capacity(4).size,), 77, dtype=torch.int32, device=DEVICE)
     attention, tables = backend_and_tables(None)
-    work, out = few.work(4, garbage), torch.full((4, 8, 64), 7.0, dtype=HALF, device=DEVICE)
-    cache = module.LayerCache(LayerSpec(8, 2, 64, 0.125), *attention.cache.of(0), attention.cache.scale(0))
+    work, out = few.work(4, garbage), torch.full((4, 8, 128), 7.0, dtype=HALF, device=DEVICE)
+    cache = module.LayerCache(LayerSpec(8, 2, 128, 128**-0.5), *attention.cache.of(0), attention.cache.scale(0))
     with compiling_only(1):
         work.attend(torch.zeros_like(out), cache, tables, out)
     assert (out == 7).all()

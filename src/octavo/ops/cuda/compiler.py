@@ -39,8 +39,8 @@ def library() -> ctypes.CDLL | None:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(place)
     logger.warning(
-        "The CUDA compiler NVRTC (libnvrtc.so.%s), which PyTorch's packages bring along, was not found: low-bit weights are multiplied "
-        "by slower kernels. `pip install nvidia-cuda-nvrtc` installs it.",
+        "The CUDA compiler NVRTC (libnvrtc.so.%s), which PyTorch's packages bring along, was not found: slower kernels attend for few "
+        "requests and multiply low-bit weights. `pip install nvidia-cuda-nvrtc` installs it.",
         major,
     )
     return None
@@ -49,10 +49,9 @@ def library() -> ctypes.CDLL | None:
 @functools.cache
 def architecture(device: torch.device) -> str | None:
     """What to compile for; None where the kernels of `ops.cuda` cannot run."""
-    if device.type != "cuda" or torch.version.hip is not None or library() is None:
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return "sm_90a" if (major, minor) == (9, 0) else None
+    return "sm_90a" if library() is not None else None
 
 
 _POOL = ThreadPoolExecutor(8, thread_name_prefix="nvrtc")

@@ -25,6 +25,8 @@ _STAGES = 4
 """Of 16 tokens, 128 elements each, a warp: more reach no more of memory, but what is read in the ordinary way waits behind them."""
 _MOST_PER_SM = 5
 """KV heads of rows."""
+_MEASURED = (128,)
+"""Head sizes at which it is known to be the faster one."""
 _THREADS = 3 * 32 * _WARPS
 
 
@@ -126,9 +128,9 @@ def form_of(
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group, bundles)
 
 
-def most_rows(num_kv_heads: int, sms: int) -> int:
-    """Beyond these, Triton's kernel is as fast: whole rows then spread evenly by themselves."""
-    return _MOST_PER_SM * sms // num_kv_heads
+def most_rows(head_dim: int, num_kv_heads: int, sms: int) -> int:
+    """That this kernel is for, by what was measured. Beyond, Triton's is as fast: whole rows then spread evenly by themselves."""
+    return _MOST_PER_SM * sms // num_kv_heads if head_dim in _MEASURED else 0
 
 
 def source(form: Form, machine: str) -> str:
