@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from octavo.layers.moe import Routing, route
+from octavo.layers.moe import route
+from octavo.layers.routing import Routing
 from octavo.ops.reference.activation import gated_mul
 from octavo.ops.registry import load_ops
 

@@ -54,6 +54,8 @@ GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
 }
 """Type id -> (name, values in a block, bytes of a block)."""
 
+ROPE_DIVISORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that are no weights: divisors of the rotary frequencies. How converters store Llama 3.1 scaling, and twice LongRoPE's."""
 _SCALARS: Final[Mapping[int, str]] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Value type id -> `struct` code of one value."""
 _STRING: Final = 8
@@ -240,3 +242,19 @@ def _place_tensors(cursor: _Cursor, directory: list[GgufTensor], alignment: int,
             raise cursor.fail(f"ends at byte {data_offset + end_of_previous}, but the file has {cursor.size} (truncated?)")
         tensors[info.name] = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset, info.nbytes)
     return tensors
+
+
+def rope_divisors(gguf: GgufFile, name: str) -> list[float] | None:
+    """One of `ROPE_DIVISORS`; None: the file has none.
+
+    Raises:
+        CheckpointError: they are stored in a way that cannot be read.
+    """
+    if (tensor := gguf.tensors.get(name)) is None:
+        return None
+    if tensor.type not in ("F32", "F16"):
+        raise CheckpointError(f"{gguf.path}: tensor {name} has type {tensor.type}: F32 was expected.")
+    with open(gguf.path, "rb") as file:
+        file.seek(tensor.offset)
+        stored = file.read(tensor.nbytes)
+    return [number for (number,) in struct.iter_unpack("<f" if tensor.type == "F32" else "<e", stored)]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.loop import EngineCore
     from octavo.core.pooling import PoolingCore
     from octavo.executor.base import Executor
+    from octavo.executor.inline import Rank
     from octavo.parallel.distributed import Meeting
     from octavo.parallel.group import Ranks
     from octavo.protocol.ranks import RankBoot
@@ -63,13 +64,15 @@ def build_engine(
         from octavo.core.pooling import PoolingCore
         from octavo.worker.pooling import PoolingWorker
 
-        worker = PoolingWorker(config, progress)
-        return PoolingCore(config, worker), worker.ready_report
+        pooling = PoolingWorker(config, progress)
+        return PoolingCore(config, pooling), pooling.ready_report
 
+    from octavo.core.anteroom import GettingReady, nothing_first
     from octavo.core.loop import EngineCore
     from octavo.executor.inline import InlineExecutor
 
     executor: Executor
+    getting_ready: GettingReady = nothing_first
     if config.reliability.scripted_model is not None:
         # No torch: a scripted server starts in a fraction of a second.
         from octavo.worker.scripted import ScriptedWorker
@@ -78,14 +81,28 @@ def build_engine(
     elif config.parallel.world > 1:
         executor = _ranks(config, progress, lost, defer)
     else:
-        from octavo.worker.worker import Worker
+        from octavo.worker.compiled_worker import CompiledWorker
 
-        executor = InlineExecutor(lambda: Worker(config, progress, defer_graphs=defer))
+        worker = _one_rank(config, progress, defer)
+        if isinstance(worker, CompiledWorker):
+            getting_ready = worker.getting_ready
+        executor = InlineExecutor(lambda: worker)
     try:
-        return EngineCore(config, executor), executor.ready_report
+        return EngineCore(config, executor, getting_ready), executor.ready_report
     except BaseException:
         executor.shutdown()
         raise
+
+
+def _one_rank(config: EngineConfig, progress: Progress, defer: bool) -> Rank:
+    """The worker of a model on one device: where that can be, one that does without torch."""
+    from octavo.worker.compiled_worker import compiled_worker
+
+    if (compiled := compiled_worker(config, progress)) is not None:
+        return compiled
+    from octavo.worker.worker import Worker
+
+    return Worker(config, progress, defer_graphs=defer)
 
 
 def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) -> Executor:

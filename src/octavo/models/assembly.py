@@ -15,6 +15,7 @@ from octavo.models.encoder_spec import EncoderSpec, encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.sharding import WHOLE_MODEL, Division, Piece, Shard
 from octavo.models.spec import ModelSpec, Parameter, parameters
+from octavo.models.tensor_names import pattern_of, unfilled
 from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import (
     DenseWeight,
@@ -43,7 +44,6 @@ _IGNORED = re.compile(
 """Buffers that older exporters saved; they follow from the config."""
 _KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)$")
 """What a float8 KV cache was calibrated with; exporters differ in where they put it."""
-_NUMBER = re.compile(r"(?:(?<=\.)|^)(0|[1-9]\d{0,5})(?=\.)")
 
 
 class Assembly:
@@ -86,7 +86,7 @@ class Assembly:
         self._division = Division(spec, shard) if isinstance(spec, ModelSpec) else None
         self._parameters = self._whole if self._division is None else self._division.parameters
         """Those that are kept."""
-        self._missing: dict[str, set[str | None]] = {name: _parts(p) for name, p in self._whole.items()}
+        self._missing: dict[str, set[str | None]] = {name: unfilled(p) for name, p in self._whole.items()}
         """Parameter -> parts not yet filled; the part None is the whole of a parameter without parts."""
         self._partial: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -114,7 +114,7 @@ class Assembly:
         if (scale := _KV_SCALE.search(stored.name)) is not None:
             self._kv_scales.setdefault(int(scale[1]), {})[scale[2] or scale[3]] = self._read_scale(stored)
             return
-        pattern, numbers = _pattern(stored.name)
+        pattern, numbers = pattern_of(stored.name)
         target = self._target(pattern)
         if target is not None and target.parameter == "head" and (self._spec.tied_embeddings or not self._spec.has_head):
             return  # some exporters write the shared matrix twice
@@ -161,7 +161,7 @@ class Assembly:
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {list(shape)}."
             )
-        filled: set[str | None] = {part} if part else _parts(parameter)
+        filled: set[str | None] = {part} if part else unfilled(parameter)
         if not filled <= self._missing[parameter.name]:
             raise CheckpointError(f"{stored.file}: tensor {stored.name} fills what another tensor has filled already.")
         piece = Piece(WHOLE, part) if self._division is None else self._division.piece(parameter, part)
@@ -391,20 +391,6 @@ class Assembly:
         return name
 
 
-def _pattern(name: str) -> tuple[str, dict[str, str]]:
-    """A tensor's name with its first two numbers replaced by {i} and {e}, and what stood there."""
-    numbers: dict[str, str] = {}
-
-    def replaced(match: re.Match[str]) -> str:
-        if len(numbers) == 2:
-            return match[0]
-        key = "e" if numbers else "i"
-        numbers[key] = match[0]
-        return f"{{{key}}}"
-
-    return _NUMBER.sub(replaced, name), numbers
-
-
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
@@ -424,7 +410,3 @@ def _all_zero(stored: StoredTensor) -> bool:
     tensor = torch.empty(stored.shape, dtype=torch.float32)
     stored.copy_into(tensor)
     return not bool(tensor.any())
-
-
-def _parts(parameter: Parameter) -> set[str | None]:
-    return {*parameter.parts} or {None}

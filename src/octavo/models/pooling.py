@@ -23,8 +23,9 @@ from octavo.models.encoder import Encoder
 from octavo.models.encoder_families import ENCODERS, EncoderFamily, encoder_spec
 from octavo.models.encoder_spec import encoder_parameters
 from octavo.models.families.base import Target
+from octavo.models.gguf_model import open_header
 from octavo.models.gguf_names import gguf_encoder_targets
-from octavo.models.loader import Progress, fill, open_header, read_spec, too_large, weight_format
+from octavo.models.loader import Progress, fill, read_spec, too_large, weight_format
 from octavo.models.registry import generating_architecture, supported_architectures
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.attention.base import LayerSpec
-from octavo.layers.moe import Routing
 from octavo.layers.rope import RopeSpec
+from octavo.layers.routing import Routing
 from octavo.ops.registry import Activation
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
+from octavo.checkpoint.gguf_file import ROPE_DIVISORS, GgufFile, GgufTensor
 from octavo.errors import CheckpointError
 from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import EncodedRows
@@ -23,11 +23,9 @@ _CHUNK_VALUES: Final = 2**20
 _DEVICE_CHUNK_VALUES: Final = 2**26
 """The same on a device, where few and large operations are quickest: temporaries of a gigabyte at most."""
 
-_ROPE_DIVISORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-
 
 def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: ParallelReader | None = None) -> Iterator[StoredTensor]:
-    """The tensors of a parsed file, except the rotary divisors (see `rope_divisors`).
+    """The tensors of a parsed file, except the rotary divisors (see `checkpoint.gguf_file`).
 
     Those of experts, and of heads kept apart, are handed on one by one: `blk.3.ffn_up_exps.weight` as `blk.3.ffn_up_exps.0.weight`, ...
 
@@ -43,7 +41,7 @@ def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: Par
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{gguf.path}: cannot be read: {e}") from None
     for whole in gguf.tensors.values():
-        if whole.name in _ROPE_DIVISORS:
+        if whole.name in ROPE_DIVISORS:
             continue
         for tensor in _slices(whole):
             blocks = _Blocks(data, tensor, gguf.path, reader)
@@ -62,19 +60,6 @@ def _slices(tensor: GgufTensor) -> Iterator[GgufTensor]:
     size = tensor.nbytes // count
     for i in range(count):
         yield GgufTensor(f"{stem}.{i}.{kind}", tensor.type, tuple(shape), tensor.offset + i * size, size)
-
-
-def rope_divisors(gguf: GgufFile, name: str = _ROPE_DIVISORS[0]) -> list[float] | None:
-    """Divisors of the rotary frequencies: how converters store Llama 3.1 scaling, and twice LongRoPE's. None: the file has none.
-
-    Raises:
-        CheckpointError: they are stored in a way that cannot be read.
-    """
-    if (tensor := gguf.tensors.get(name)) is None:
-        return None
-    out = torch.empty(tensor.shape, dtype=torch.float32)
-    _copier(_Blocks(np.memmap(gguf.path, dtype=np.uint8, mode="r"), tensor, gguf.path))(out)
-    return out.flatten().tolist()
 
 
 def _encoded(data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor) -> Callable[[], EncodedRows] | None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from octavo.ops.cpu.steps import CpuSteps, SlotMemory
+from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32, StepPlan
 from octavo.sampling.keys import row_keys
-from octavo.sampling.state import Feature, SamplerState
+from octavo.sampling.state import Feature, SamplerState, features_of
 
 if TYPE_CHECKING:
     from octavo.attention.native_cpu import NativeCpuAttention
@@ -36,6 +37,11 @@ class NativeSteps:
         self._tables = tables
         self._state = state
         self._steps = steps
+
+    @staticmethod
+    def serves(params: SamplingParams) -> bool:
+        """Whether a request's steps will fit."""
+        return params.prompt_logprobs is None and not features_of(params) & ~(_DRAW | Feature.MASKED)
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether all that the rows of a plan want is a draw, of all tokens or of those that their grammars allow."""

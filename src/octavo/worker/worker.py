@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from octavo.worker.memory import (
     measured_device,
     size_cache,
 )
+from octavo.worker.report import ready_report
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
@@ -382,33 +382,24 @@ class Worker:
         return [*([wasted] if wasted else []), *cache_warnings(self._config, len(self._model.layer_specs), len(self._model.kv_scales))]
 
     def _make_report(self, size: CacheSize, budget: Budget) -> EngineReady:
-        config, shape = self._config, self._shape
-        return EngineReady(
-            pid=os.getpid(),
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=size.max_model_len,
+        warnings = [
+            *self._model_warnings(),
+            *size.warnings,
+            *quantized_for_nothing(self._config, self._model.weights_kinds),
+            *self._cache_warnings(),
+        ]
+        return ready_report(
+            self._config,
+            budget,
+            self._shape,
             vocab_size=self._model.spec.vocab_size,
-            weights_bytes=budget.weights,
-            weights_kinds=dict(self._model.weights_kinds),
+            max_model_len=size.max_model_len,
+            weights_kinds=self._model.weights_kinds,
             cache_bytes=self._cache_bytes,
-            window=shape.window,
-            activation_bytes=budget.activations,
-            total_bytes=budget.total,
-            other_bytes=budget.other,
-            device=config.device.name,
-            dtype=config.model.dtype,
-            kv_dtype=config.cache.dtype,
             attention=self._attention.name,
             sums=self._ranks.sums,
             phases=self._phases,
-            warnings=[
-                *self._model_warnings(),
-                *size.warnings,
-                *quantized_for_nothing(config, self._model.weights_kinds),
-                *self._cache_warnings(),
-            ],
+            warnings=warnings,
         )
 
 

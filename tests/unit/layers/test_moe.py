@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from octavo.layers.moe import ExactRouter, Routing, route
+from octavo.layers.moe import ExactRouter, route
+from octavo.layers.routing import Routing
 from tests.models.contiguous import load, run
 from tests.models.test_parity import LATENT
 from tests.support.tiny_models import save_tiny

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import UnsupportedModel
-from octavo.layers.moe import Routing
+from octavo.layers.routing import Routing
 from octavo.models.families.base import (
     DECODER_WEIGHTS,
     Family,

@@ -7,17 +7,11 @@ passes over weights that stay as small as the checkpoint has them, and paged att
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.config.types import CpuActivations
 from octavo.errors import ConfigError
-from octavo.ops.program import DecoderKernels, DecoderProgram
-
-if TYPE_CHECKING:
-    from octavo.ops.packed import EncodedRows, Panels
+from octavo.ops.program import CompiledDecoder, DecoderKernels, DecoderProgram
 
 
 def overrides() -> dict[str, Any]:
@@ -43,29 +37,17 @@ def decoder_kernels() -> DecoderKernels:
     Raises:
         ConfigError: they were not built.
     """
-    from octavo.ops.cpu import abi
-    from octavo.ops.cpu.cpu_program import CpuProgram
-    from octavo.ops.cpu.decoder import CpuDecoder
+    from octavo.ops.cpu import abi, panels
+    from octavo.ops.cpu.panel_file import panel_file
 
     if abi.library() is None:
         raise ConfigError("The compiled CPU kernels are not there. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch.")
-
-    def compile_decoder(program: DecoderProgram, *, threads: int, activations: CpuActivations) -> CpuDecoder:
-        return CpuDecoder(CpuProgram(program, threads=threads, activations=activations))
-
-    return DecoderKernels(packer(), frozenset(abi.SOURCES), compile_decoder, shared_packer())
+    shared = functools.partial(panel_file, pack=panels.pack_rows, packed_bytes=panels.packed_bytes)
+    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), _compile, shared)
 
 
-def packer() -> Callable[[EncodedRows], Panels]:
-    """See `DecoderKernels.pack_rows`."""
-    from octavo.ops.cpu import panels
+def _compile(program: DecoderProgram, *, threads: int, activations: CpuActivations) -> CompiledDecoder:
+    from octavo.ops.cpu.cpu_program import CpuProgram
+    from octavo.ops.cpu.decoder import CpuDecoder
 
-    return panels.pack_rows
-
-
-def shared_packer() -> Callable[[Path, str, int], AbstractContextManager[Callable[[EncodedRows], Panels]]]:
-    """See `DecoderKernels.shared_rows`."""
-    from octavo.ops.cpu import panels
-    from octavo.ops.cpu.panel_file import panel_file
-
-    return functools.partial(panel_file, pack=panels.pack_rows, packed_bytes=panels.packed_bytes)
+    return CpuDecoder(CpuProgram(program, threads=threads, activations=activations))
