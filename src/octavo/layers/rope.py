@@ -157,7 +157,12 @@ def rotation_table(spec: RopeSpec, max_length: int) -> Float32:
     frequencies, attention_factor = inverse_frequencies(spec, max_length)
     try:
         angles = np.arange(max_length, dtype=np.float32)[:, None] * frequencies
-        return np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * np.float32(attention_factor)
+        table, half = np.empty((max_length, 2 * len(frequencies)), np.float32), len(frequencies)
+        # Rounded from float64, so that every machine has the same table: quick float32 cosines differ in their last bit.
+        np.cos(angles, out=table[:, :half], dtype=np.float64, casting="same_kind")
+        np.sin(angles, out=table[:, half:], dtype=np.float64, casting="same_kind")
+        table *= np.float32(attention_factor)
+        return table
     except (ValueError, MemoryError) as e:  # numpy's word for more than there are addresses
         raise ConfigError(f"max_model_len={max_length}: no memory for a table of so many positions. Set --max-model-len lower.") from e
 

@@ -7,9 +7,7 @@ over the same tables and the same cache, which takes all steps from then on: who
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +32,7 @@ from octavo.worker.host_tables import HostTables
 from octavo.worker.memory import activation_bound, cannot_allocate, cpu_budget, size_cache
 from octavo.worker.native_steps import NativeSteps
 from octavo.worker.report import ready_report
+from octavo.worker.torch_import import import_beside
 from octavo.worker.warmup import first_steps
 
 if TYPE_CHECKING:
@@ -58,14 +57,6 @@ def compiled_worker(config: EngineConfig, progress: Callable[[str, int, int], No
     if loaded is None or cache_layout(loaded.spec.layer_specs, config.model.max_model_len, 0, two_kinds=True).sliding:
         return None
     return CompiledWorker(config, loaded, time.perf_counter() - began)
-
-
-def _import_tensors(done: Future[None]) -> None:
-    try:
-        importlib.import_module("octavo.worker.tensor_steps")
-    except Exception:
-        logger.exception("torch cannot be loaded: requests that want logprobs, penalties or biases fail.")
-    done.set_result(None)  # the request's first step says what is wrong
 
 
 class CompiledWorker:
@@ -137,8 +128,7 @@ class CompiledWorker:
         if self._tensors is not None or NativeSteps.serves(sampling):
             return None
         if self._importing is None:
-            self._importing = Future()
-            threading.Thread(target=_import_tensors, args=(self._importing,), name="import torch", daemon=True).start()
+            self._importing = import_beside("octavo.worker.tensor_steps")
         return None if self._importing.done() else self._importing
 
     def submit(self, plan: StepPlan) -> None:

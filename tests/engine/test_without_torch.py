@@ -1,0 +1,137 @@
+"""Plain GGUF models on a CPU: torch is only imported for requests that want more than the compiled kernels do, and nothing else differs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from octavo import LLM, RequestOutput, SamplingParams
+from octavo.attention.base import LayerSpec
+from octavo.attention.kinds import CacheKinds
+from octavo.ops.cpu import abi
+from octavo.protocol.boot import child_environment
+from octavo.worker import compiled_worker
+from octavo.worker.compiled_worker import CompiledWorker
+from octavo.worker.worker import Worker
+from tests.models.test_gguf_packed import packed_and_plain
+
+pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "num_gpu_blocks_override": 40,
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "threads": 2,
+}
+PROMPTS = [{"prompt_token_ids": [(7 * i + j * j) % 90 + 3 for j in range(5 + 9 * i)]} for i in range(6)]
+PLAIN = [
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_p=0.8, top_k=20, min_p=0.01, seed=6, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=8, n=3, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=1),
+    SamplingParams(temperature=1.0, seed=1, max_tokens=20),
+]
+SPECIAL = [
+    SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=8, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=6, logit_bias={5: 90.0}, min_tokens=3),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=6, allowed_token_ids=[4, 5, 6]),
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+]
+
+
+def worker_of(llm: LLM) -> object:
+    return llm._client.core.executor._worker  # type: ignore[union-attr]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def all_tokens(path: Path, kind: type, **settings: Any) -> list[Any]:
+    with LLM(str(path), **SETTINGS, **settings) as llm:
+        worker = worker_of(llm)
+        assert type(worker) is kind
+        found = [tokens_of(llm.generate(PROMPTS, PLAIN, use_tqdm=False)) for _ in range(2)]  # the second time from the cache
+        if isinstance(worker, CompiledWorker):
+            assert not worker.uses_tensors
+        special = llm.generate(PROMPTS, SPECIAL, use_tqdm=False)
+        if isinstance(worker, CompiledWorker):
+            assert worker.uses_tensors
+        assert special[0].outputs[0].logprobs is not None and special[2].prompt_logprobs is not None
+        found += [tokens_of(special), tokens_of(llm.generate(PROMPTS, PLAIN, use_tqdm=False))]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])
+@pytest.mark.parametrize("activations", ["int8", "int16"])
+def test_the_same_tokens_as_with_torch(family: str, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"attn_k.weight": "Q8_0", "ffn_down.weight": "Q4_0"}
+    path, _ = packed_and_plain(tmp_path, lambda name: kinds.get(name.split(".", 2)[-1], "Q4_1"), family)
+    found = all_tokens(path, CompiledWorker, cpu_activations=activations)
+    monkeypatch.setattr(compiled_worker, "compiled_worker", lambda config, progress: None)
+    assert found == all_tokens(path, Worker, cpu_activations=activations)
+    assert len({one for output in found[0] for one in output}) > 4
+
+
+@pytest.mark.parametrize(
+    ("type_of", "settings"),
+    [
+        (lambda _: "Q6_K", {}),
+        (lambda _: "Q8_0", {"cpu_kernels": "torch"}),
+        (lambda _: "Q8_0", {"dtype": "bfloat16"}),
+    ],
+)
+def test_what_is_not_plain_takes_the_other_way(type_of: Callable[[str], str], settings: dict[str, Any], tmp_path: Path) -> None:
+    path, _ = packed_and_plain(tmp_path, type_of)
+    with LLM(str(path), **SETTINGS, **settings) as llm:
+        assert type(worker_of(llm)) is Worker
+        assert llm.generate(PROMPTS[:1], PLAIN[:1], use_tqdm=False)[0].outputs[0].token_ids
+
+
+PROGRAM = """
+import json, sys
+from octavo import LLM, SamplingParams
+path, settings = json.loads(sys.argv[1])
+with LLM(path, **settings) as llm:
+    params = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(temperature=0.9, top_p=0.8, max_tokens=5, n=2)]
+    llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 2, params, use_tqdm=False)
+    before = [name for name in ("torch", "transformers") if name in sys.modules]
+    [found] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, logprobs=1), use_tqdm=False)
+    print(json.dumps([before, "torch" in sys.modules, len(found.outputs[0].logprobs)]))
+"""
+
+
+def test_a_process_without_torch_until_a_request_wants_it(tmp_path: Path) -> None:
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    asked = json.dumps([str(path), SETTINGS])
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, env=child_environment(), timeout=120, check=True
+    )
+    before, after, scored = json.loads(run.stdout.splitlines()[-1])
+    assert before == []
+    assert after
+    assert scored >= 1
+
+
+def test_copies_of_blocks_are_of_all_layers() -> None:
+    from octavo.attention.native_memory import NativeCacheMemory
+
+    layers = (LayerSpec(4, 2, 24, scale=1.0), LayerSpec(4, 1, 40, scale=1.0))
+    memory = NativeCacheMemory(layers, CacheKinds(6), 4, np.float16)
+    for number, array in enumerate((*memory.keys, *memory.values)):
+        array[:] = np.arange(6).reshape(-1, 1, 1, 1) + 10 * number
+    memory.copy_blocks(0, np.asarray([1, 2], np.int32), np.asarray([4, 1], np.int32))
+    for number, array in enumerate((*memory.keys, *memory.values)):
+        assert array[:, 0, 0, 0].tolist() == [10 * number + block for block in (0, 2, 2, 3, 1, 5)]
+    assert NativeCacheMemory.bytes_per_block(layers, 4, 2) * 6 == memory.blocks[0].nbytes
