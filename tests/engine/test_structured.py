@@ -223,3 +223,25 @@ def test_lists_that_leave_nothing_without_a_grammar(tmp_path: Path) -> None:
         outputs = llm.generate(["x", "x"], [params, SamplingParams(max_tokens=5, ignore_eos=True)])
         assert outputs[0].outputs[0].error == "After 1 tokens bad_words forbids every one of allowed_token_ids: no token is left."
         assert len(outputs[1].outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_a_grammar_decides_change_nothing(tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real model: the same texts, whether they are sampled one by one or computed with the next."""
+    wishes = [
+        StructuredOutputsParams(json={**SCHEMA, "title": "x"}, disable_any_whitespace=True),
+        StructuredOutputsParams(regex="(hello [a-z] world [0-9] )+"),
+        StructuredOutputsParams(choice=["the quick brown fox", "the quick brown dog"]),
+    ]
+    with LLM(str(write_tiny_checkpoint(tmp_path / "model")), load_format="dummy", device="cpu", dtype="float32") as llm:
+
+        def texts() -> list[list[int]]:
+            params = [
+                SamplingParams(max_tokens=60, temperature=temperature, seed=i, repetition_penalty=1.1, structured_outputs=wish)
+                for i, wish in enumerate(wishes)
+            ]
+            return [output.outputs[0].token_ids for output in llm.generate(["x"] * 4, [*params, SamplingParams(temperature=0, max_tokens=20)])]
+
+        together = texts()
+        monkeypatch.setattr("octavo.core.settle.MAX_FORCED", 0)
+        assert texts() == together

@@ -42,7 +42,9 @@ class EngineCore:
         self.queue = WaitingQueue(self.policy)
         self.life = Lifecycle(self.batch, self.kv, self.queue, self.policy, max_model_len)
         self.scheduler = Scheduler(scheduler, self.batch, self.kv, self.queue, self.policy, self.life)
-        self.settler = Settler(self.batch, self.kv, self.policy, self.life, forces=scheduler.stages == 1)
+        # On a GPU such a step leaves the graphs of decodes, which nobody has weighed against the steps that it saves.
+        forces = scheduler.stages == 1 and config.device.kind == "cpu"
+        self.settler = Settler(self.batch, self.kv, self.policy, self.life, forces=forces)
         self._flights: deque[Flight] = deque()
         self._next_step = 0
         self._idle_turns = 0

@@ -27,6 +27,8 @@ PUBLISH_BLOCKS = 4
 """Output blocks a running request shares at a time. The rest follows when it ends."""
 MAX_FORCED = 16
 """Most tokens that a grammar decides at once."""
+LEAST_FORCED = 2
+"""A single one saves a step of its row and widens another: no gain in a batch."""
 SLIDE_SHARE = 4
 """Blocks behind the window are let go of a few at a time too: at most this part of the window's blocks, rounded down, and no more than are
 shared at a time. Where memory is short, the scheduler lets go of all of them before anything else."""
@@ -215,7 +217,8 @@ class Settler:
             return False, False
         taken: list[int] = []
         ended = stopped = False
-        for token in constraint.forced_tokens()[: min(MAX_FORCED, request.limit - len(request.tokens))]:
+        forced = constraint.forced_tokens()[: min(MAX_FORCED, request.limit - len(request.tokens))]
+        for token in forced if len(forced) >= LEAST_FORCED else ():
             stopped = request.stopped_by(token, request.num_outputs)
             request.tokens.append(token)
             taken.append(token)
