@@ -183,3 +183,65 @@ def test_random_weights_write_valid_json(tmp_path: Path, temperature: float) -> 
         for output in outputs[:2]:
             jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
         assert outputs[2].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"allowed_token_ids": token_ids("xz"), "structured_outputs": StructuredOutputsParams(choice=["yes", "no"])}, "allowed_token_ids"),
+        ({"bad_words": ["y", "n"], "structured_outputs": StructuredOutputsParams(choice=["y", "n"])}, "bad_words"),
+    ],
+)
+def test_lists_that_leave_nothing_to_begin_with_are_refused(llm: LLM, params: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match="no token is left") as refused:
+        llm.generate("x", SamplingParams(max_tokens=5, **params))
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (
+            {"allowed_token_ids": token_ids("ye"), "structured_outputs": StructuredOutputsParams(choice=["yes", "yeti"])},
+            "forbid every token",
+        ),
+        ({"bad_words": ["es", "s", "no"], "structured_outputs": StructuredOutputsParams(choice=["yes"])}, "forbid every token"),
+    ],
+)
+def test_lists_that_leave_nothing_later_end_their_request_alone(llm: LLM, params: dict[str, Any], said: str) -> None:
+    usual = SamplingParams(max_tokens=5, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    outputs = llm.generate(["x", "x", "x"], [usual, SamplingParams(max_tokens=5, **params), SamplingParams(max_tokens=5)])
+    assert [output.outputs[0].error is None for output in outputs] == [True, False, True]
+    assert said in str(outputs[1].outputs[0].error)
+    assert outputs[0].outputs[0].text in ("yes", "no")
+
+
+def test_lists_that_leave_nothing_without_a_grammar(tmp_path: Path) -> None:
+    """A real sampler, which finds nothing to sample: the request is to blame, not the engine."""
+    with LLM(str(write_tiny_checkpoint(tmp_path / "model")), load_format="dummy", device="cpu", dtype="float32") as llm:
+        params = SamplingParams(max_tokens=5, allowed_token_ids=token_ids("a"), bad_words=["aa"], ignore_eos=True)
+        outputs = llm.generate(["x", "x"], [params, SamplingParams(max_tokens=5, ignore_eos=True)])
+        assert outputs[0].outputs[0].error == "After 1 tokens bad_words forbids every one of allowed_token_ids: no token is left."
+        assert len(outputs[1].outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_a_grammar_decides_change_nothing(tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real model: the same texts, whether they are sampled one by one or computed with the next."""
+    wishes = [
+        StructuredOutputsParams(json={**SCHEMA, "title": "x"}, disable_any_whitespace=True),
+        StructuredOutputsParams(regex="(hello [a-z] world [0-9] )+"),
+        StructuredOutputsParams(choice=["the quick brown fox", "the quick brown dog"]),
+    ]
+    with LLM(str(write_tiny_checkpoint(tmp_path / "model")), load_format="dummy", device="cpu", dtype="float32") as llm:
+
+        def texts() -> list[list[int]]:
+            params = [
+                SamplingParams(max_tokens=60, temperature=temperature, seed=i, repetition_penalty=1.1, structured_outputs=wish)
+                for i, wish in enumerate(wishes)
+            ]
+            return [output.outputs[0].token_ids for output in llm.generate(["x"] * 4, [*params, SamplingParams(temperature=0, max_tokens=20)])]
+
+        together = texts()
+        monkeypatch.setattr("octavo.core.settle.MAX_FORCED", 0)
+        assert texts() == together

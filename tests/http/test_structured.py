@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.http_server import RunningServer
+from tests.support.server_process import scripted_engine, server_process
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -211,3 +216,40 @@ def test_errors_of_tools_name_their_fields_as_the_client_has_them(server: Runnin
     body = {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": NEVER}], "tool_choice": "required"}
     assert "tools[0].parameters: " in server.post("/v1/responses", body).json()["error"]["message"]
     assert server.post("/v1/responses", {"input": "z" * 2000}).json()["error"]["param"] == "input"
+
+
+ENDLESS = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
+"""A check of this takes minutes."""
+
+
+def test_checks_that_never_end_cost_only_their_senders(checkpoint: Path, tmp_path: Path) -> None:
+    """Several of them, at both of two API servers: each ends with a 400 or a 429, and meanwhile other requests are served at once."""
+    with server_process(tmp_path, scripted_engine(checkpoint, tmp_path, {"default": [40, 41]}), api_server_count=2) as server:
+        server.wait_ready()
+
+        def ask(structured_outputs: dict[str, Any]) -> httpx.Response:
+            with httpx.Client(base_url=server.url, timeout=300) as client:  # a connection of its own: to either of the servers
+                return client.post(TEXT, json={"prompt": "x", "max_tokens": 3, "structured_outputs": structured_outputs})
+
+        for number in range(8):  # whatever starts with the first
+            assert ask({"choice": [f"choice {number}"]}).status_code == 200
+        with ThreadPoolExecutor(8) as threads:
+            bombs = [threads.submit(ask, {"json": {**ENDLESS, "title": str(i)}}) for i in range(6)]
+            worst = served = 0.0
+            while not all(bomb.done() for bomb in bombs):
+                begun = time.monotonic()
+                assert ask({"choice": [f"{served} served"]}).status_code == 200
+                worst, served = max(worst, time.monotonic() - begun), served + 1
+            replies = [bomb.result() for bomb in bombs]
+        assert worst < 5.0
+        assert served > 5
+        assert {reply.status_code for reply in replies} <= {400, 429}, [reply.text for reply in replies]
+        assert "checking it was stopped" in replies[0].json()["error"]["message"] or replies[0].headers["retry-after"]
+        assert ask({"regex": "[a-z]{1,999}"}).status_code == 200  # which needs a process
+
+
+def test_lists_that_leave_nothing_of_a_grammar(server: RunningServer) -> None:
+    reply = server.post(TEXT, {"prompt": "x", "allowed_token_ids": [5], "structured_outputs": {"regex": "[a-z]+"}})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "allowed_token_ids"
+    assert "no token is left" in reply.json()["error"]["message"]

@@ -109,6 +109,8 @@ class FakeWorker:
     sliding_window: int | None = None
     """Of a second kind of layers."""
     sliding_blocks: int = 0
+    obeys: bool = False
+    """Masks hold."""
     violations: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
@@ -234,6 +236,20 @@ class FakeWorker:
                 self._violation(f"the table of slot {slot} is written at {index}, it has {len(table)} entries")
             table.append(block)
         self.memory[plan.copy_dst] = self.memory[plan.copy_src]
+        if plan.forced is not None:
+            known = plan.forced
+            for slot, position, token in zip(known.slots.tolist(), known.positions.tolist(), known.tokens.tolist(), strict=True):
+                if slot not in plan.slots or position != len(self.slots[slot].tokens):
+                    self._violation(f"token {position} of slot {slot} is told, which has {len(self.slots[slot].tokens)}")
+                self.slots[slot].tokens.append(token)
+
+    def _obeyed(self, plan: StepPlan, slot: int, token: int) -> int:
+        """The first token from `token` on that the mask of a slot allows."""
+        if not self.obeys or plan.masks is None or slot not in plan.masks.slots:
+            return token
+        words = plan.masks.words[plan.masks.slots.tolist().index(slot)]
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        return int(next((t for t in allowed if t >= token), allowed[0]))
 
     def _run(self, plan: StepPlan, blocks: dict[int, int]) -> StepResult:
         size = self.block_size
@@ -271,6 +287,7 @@ class FakeWorker:
                 places = np.arange(first, end)
                 seen.append(self.memory[np.array(table)[places // size], places % size])
             token = sample(seen, init.sampling, init.index, end, end - init.num_prompt_tokens, init.eos_token_ids, self.vocab)
+            token = self._obeyed(plan, slot, token)
             if end != len(state.tokens):
                 self._violation(f"slot {slot} samples position {end} of a sequence of {len(state.tokens)} tokens")
             state.tokens.append(token)

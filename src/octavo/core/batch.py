@@ -55,6 +55,10 @@ class Batch:
         self.synchronous: Bool = np.zeros(max_seqs, np.bool_)
         self.slow: Bool = np.zeros(max_seqs, np.bool_)
         """Its masks are computed beside the steps; it sits out until the next is ready."""
+        self.ahead: Bool = np.zeros(max_seqs, np.bool_)
+        """Its grammar has decided tokens that are not computed yet."""
+        self.forced: dict[int, list[int]] = {}
+        """Those that the workers have not been told, the last of the sequence, by slot."""
         self.in_flight: Int32 = np.zeros(max_seqs, np.int32)
         """Steps launched and not settled that contain the slot."""
         self.last_step: npt.NDArray[np.int64] = np.full(max_seqs, NO_STEP, np.int64)
@@ -112,6 +116,7 @@ class Batch:
         self.reports[slot] = request.reports and not request.delivered
         self.synchronous[slot] = request.synchronous
         self.slow[slot] = request.constraint is not None and request.constraint.slow
+        self.ahead[slot] = False
         self.in_flight[slot] = 0
         self.last_step[slot] = NO_STEP
         self.reserve[slot], self.most[slot] = reserve, most
@@ -127,6 +132,7 @@ class Batch:
         self.requests[slot] = None
         self.running[slot] = self.live[slot] = self.synchronous[slot] = self.slow[slot] = False
         self.known[slot] = self.scheduled[slot] = 0
+        self.forced.pop(slot, None)
         self._free.append(slot)
         self._left.append(slot)
 

@@ -201,6 +201,12 @@ class Constraint:
             return f"{self._spec.field}: the output came to a part of the grammar that no text can match. Take that part out of it."
         return f"{self._spec.field}: the grammar became too complex on the way: {problem}"
 
+    def forced_tokens(self) -> list[int]:
+        """Tokens that come next whatever the model says, since the grammar allows no others. (There may be more.)"""
+        if self.matcher is None or self.slow or self.finished or not self.follows_grammar or self.restriction is not None:
+            return []
+        return self.matcher.forced()
+
     def nothing_left(self) -> str:
         """What to say where nothing that may come next is allowed by the lists of the request."""
         fields = " and ".join(self.restriction.fields) if self.restriction is not None else "the request"

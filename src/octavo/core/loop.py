@@ -43,7 +43,9 @@ class EngineCore:
         self.queue = WaitingQueue(self.policy)
         self.life = Lifecycle(self.batch, self.kv, self.queue, self.policy, max_model_len)
         self.scheduler = Scheduler(scheduler, self.batch, self.kv, self.queue, self.policy, self.life)
-        self.settler = Settler(self.batch, self.kv, self.policy, self.life)
+        # On a GPU such a step leaves the graphs of decodes, which nobody has weighed against the steps that it saves.
+        forces = scheduler.stages == 1 and config.device.kind == "cpu"
+        self.settler = Settler(self.batch, self.kv, self.policy, self.life, forces=forces)
         self._getting_ready = getting_ready
         self._anteroom = Anteroom()
         self._flights: deque[Flight] = deque()

@@ -24,10 +24,10 @@ class Restriction:
     def __init__(self, sampling: SamplingParams, num_words: int) -> None:
         self._bad = sampling.bad_words_token_ids or []
         self._allowed: Int32 | None = None
-        self.fields = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name) or name == "allowed_token_ids"]
-        if sampling.allowed_token_ids is None:
-            self.fields.remove("allowed_token_ids")
-        else:
+        self.fields = ["bad_words"] if self._bad else []
+        """Names of the lists."""
+        if sampling.allowed_token_ids is not None:
+            self.fields.insert(0, "allowed_token_ids")
             bits = np.zeros(32 * num_words, np.uint8)
             ids = np.asarray(sampling.allowed_token_ids, np.int64)
             bits[ids[ids < len(bits)]] = 1

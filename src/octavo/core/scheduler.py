@@ -31,7 +31,7 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
 from octavo.core.step_time import StepTimeModel, chunk_pairs
-from octavo.protocol.step import Int32, SlotInit, StepPlan, TokenMasks
+from octavo.protocol.step import Int32, KnownTokens, SlotInit, StepPlan, TokenMasks
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,11 @@ class Scheduler:
         rest = self.batch.known - self.batch.scheduled
         computing = self._computing(rest)
         self._plan_decodes(draft, rest, self._decode_budget(bool(computing)), in_flight)
-        prompts = self._prompt_budget(draft, self.config.max_num_batched_tokens - len(draft.decodes))
+        taken = len(draft.decodes)
+        if self.batch.ahead.any():
+            taken += self._plan_forced(draft, rest, self.config.max_num_batched_tokens - taken)
+            computing = [request for request in computing if self.batch.last_step[request.slot] != step]
+        prompts = self._prompt_budget(draft, self.config.max_num_batched_tokens - taken)
         contended = len(computing) > 1 or (bool(computing) and len(self.queue) > 0)
         self._turn += contended
         if contended and self._turn % 2:
@@ -185,6 +189,20 @@ class Scheduler:
             draft.grown = self.kv.last_entries(growing)
         draft.decodes = slots
         batch.last_step[slots] = draft.step
+
+    def _plan_forced(self, draft: Draft, rest: Int32, budget: int) -> int:
+        """Decodes whose next tokens are decided: all of them in one row. What has no room goes on like a prompt. Returns the tokens."""
+        batch, kv, tokens = self.batch, self.kv, 0
+        for slot in np.flatnonzero(batch.running & batch.ahead & (rest > 1)).tolist():
+            count, start, have = int(rest[slot]), int(batch.scheduled[slot]), int(kv.lengths[slot])
+            if batch.in_flight[slot] or tokens + count > budget or kv.blocks_for(start + count) - have > kv.available:
+                continue
+            kv.extend(slot, start + count)
+            draft.diffs.extend(kv.entries(slot, have))
+            self._add_row(draft, slot, start, count, True)
+            batch.ahead[slot] = False
+            tokens += count
+        return tokens
 
     def _grow_under_pressure(self, slots: Slots, step: int, in_flight: int) -> Slots:
         """One more block for as many of `slots` as possible, most important first. Returns those that got one."""
@@ -483,8 +501,18 @@ class Scheduler:
             num_tokens=int(count.sum()),
             max_context=int((start + count).max()),
             masks=self._masks(constrained.astype(np.int32)) if len(constrained) else None,
+            forced=self._forced(slots) if batch.forced else None,
             told=batch.last_token[draft.decodes] if self.config.stages > 1 else None,
         )
+
+    def _forced(self, slots: Slots) -> KnownTokens | None:
+        """Tokens of the plan's rows that the workers do not know."""
+        batch = self.batch
+        found = [(slot, tokens) for slot in slots.tolist() if (tokens := batch.forced.pop(slot, None))]
+        if not found:
+            return None
+        places = [(slot, len(batch.occupant(slot).tokens) - len(tokens) + i, t) for slot, tokens in found for i, t in enumerate(tokens)]
+        return KnownTokens(*np.array(places, np.int32).T.copy())
 
     def _masks(self, slots: Int32) -> TokenMasks:
         """What the constrained rows of the plan may sample. A request whose constraint fails ends with an error."""

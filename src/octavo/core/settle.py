@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_BLOCKS = 4
 """Output blocks a running request shares at a time. The rest follows when it ends."""
+MAX_FORCED = 16
+"""Most tokens that a grammar decides at once."""
+LEAST_FORCED = 2
+"""A single one saves a step of its row and widens another: no gain in a batch."""
 SLIDE_SHARE = 4
 """Blocks behind the window are let go of a few at a time too: at most this part of the window's blocks, rounded down, and no more than are
 shared at a time. Where memory is short, the scheduler lets go of all of them before anything else."""
@@ -42,8 +46,13 @@ class Flight:
 class Settler:
     """Applies step results to the shared state of one engine core."""
 
-    def __init__(self, batch: Batch, kv: KVManager, policy: Policy, life: Lifecycle) -> None:
+    def __init__(self, batch: Batch, kv: KVManager, policy: Policy, life: Lifecycle, *, forces: bool = False) -> None:
+        """
+        Args:
+            forces: tokens that a grammar leaves no choice for need not be sampled.
+        """
         self.batch = batch
+        self.forces = forces
         self.kv = kv
         self.policy = policy
         self.life = life
@@ -176,6 +185,8 @@ class Settler:
             for row in np.flatnonzero(constrained).tolist():
                 if self._constrain(owners[row], ids[row]):
                     ended[row] = stopped[row] = True
+                elif self.forces and not ended[row] and batch.live[slots[row]]:
+                    ended[row], stopped[row] = self._go_on(owners[row], deltas[row])
         fresh = batch.fresh[slots]
         special = ended | fresh
         if special.any():
@@ -197,6 +208,33 @@ class Settler:
             self.life.fail(request, f"{error}", param=blamed(request))
             return False
         return constraint.finished
+
+    def _go_on(self, request: Request, delta: TokenDelta) -> tuple[bool, bool]:
+        """Take the tokens that the grammar of a request decides on its own as if they had been sampled: nothing else could have been, and the
+        next step computes all of them. Returns whether the request ends with them, and if so, because of its last token."""
+        batch, slot, constraint = self.batch, request.slot, request.constraint
+        if constraint is None or request.sampling.logprobs is not None or request.sampling.logprob_token_ids is not None:
+            return False, False
+        taken: list[int] = []
+        ended = stopped = False
+        forced = constraint.forced_tokens()[: min(MAX_FORCED, request.limit - len(request.tokens))]
+        for token in forced if len(forced) >= LEAST_FORCED else ():
+            stopped = request.stopped_by(token, request.num_outputs)
+            request.tokens.append(token)
+            taken.append(token)
+            stopped |= self._constrain(request, token)
+            ended = stopped or len(request.tokens) >= request.limit
+            if ended or not batch.live[slot]:
+                break
+        if taken:
+            delta.token_ids.extend(taken)
+            self.life.counters.generation_tokens += len(taken)
+            batch.known[slot] += len(taken)
+            batch.total[slot] += len(taken)
+            batch.last_token[slot] = taken[-1]
+            batch.ahead[slot] = True
+            batch.forced[slot] = taken
+        return ended, stopped
 
     def _ends(self, slots: Slots, tokens: Int32) -> tuple[Bool, Bool]:
         """(rows that end here, rows that end because of their token)."""

@@ -155,6 +155,11 @@ class Matcher:
         """Write the mask [num_words] of what may come next."""
         self.raw.unsafe_compute_mask_ptr(words.ctypes.data, words.size * 4)
 
+    def forced(self) -> list[int]:
+        """The tokens that must come next: those whose masks would allow one token each."""
+        tokens: list[int] = self.raw.compute_ff_tokens()
+        return tokens
+
     def problem(self) -> str:
         """What went wrong; "" if nothing has."""
         return one_line(self.raw.get_error()) if self.raw.is_error() else ""

@@ -49,6 +49,15 @@ class TokenMasks(msgspec.Struct):
     """[len(slots), vocabulary / 32] one bit a token, lowest bit first; tokens past the last word are forbidden."""
 
 
+class KnownTokens(msgspec.Struct):
+    """Tokens that the core knows although nobody sampled them: token i stands at `positions[i]` of the sequence in `slots[i]`. They are
+    written into the slots' rows before the step."""
+
+    slots: Int32
+    positions: Int32
+    tokens: Int32
+
+
 class StepPlan(msgspec.Struct):
     """What to compute in one step. All arrays are 1-D int32 and describe scheduled rows in one order, decodes first.
 
@@ -78,6 +87,8 @@ class StepPlan(msgspec.Struct):
     """max(start + count): an upper bound known without a device sync."""
     masks: TokenMasks | None = None
     """For rows with `sample` and an output constraint."""
+    forced: KnownTokens | None = None
+    """Of rows of this step whose grammars left no choice."""
     told: Int32 | None = None
     """The token at `start` of the first len(told) rows, where ranks that do not sample need to be told it."""
 

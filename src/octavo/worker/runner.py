@@ -137,7 +137,7 @@ class Runner:
         """
         clock = StepClock(self._tables.device)
         # Steady decoding by compiled code touches no tensor: entering inference mode would cost more than the rest of it.
-        if self._native is None or plan.init or len(plan.copy_src):
+        if self._native is None or plan.init or len(plan.copy_src) or plan.forced is not None:
             return self._launch_any(plan, clock)
         self._seat(plan)
         return self._launch_native(self._native, plan, clock) if self._native.fits(plan) else self._launch_seated(plan, clock)
@@ -200,6 +200,9 @@ class Runner:
         self._state.leave(plan.free_slots)
         self._state.enter(plan.init)
         self._tables.leading.update(plan)
+        if plan.forced is not None:
+            known = plan.forced
+            self._tables.write_sampled(*upload_many([known.slots, known.positions, known.tokens], self._tables.device))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.copy_src):

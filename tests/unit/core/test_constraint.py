@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from octavo.core.constraint import Constraint
-from octavo.grammar.compiler import GrammarCompiler
+from octavo.grammar.compiler import GrammarCompiler, Matcher, Words
 from octavo.protocol.engine import FinishReason, Vocabulary
 from octavo.protocol.params import OutputConstraint
 from tests.support.core_engine import EOS, Engine
@@ -203,3 +204,86 @@ def test_a_budget_by_text_where_the_prompt_has_begun_the_reasoning() -> None:
         assert forced(constraint) == token
         constraint.accept(token)
     assert forced(constraint) is None
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Masks of grammars take 20 ms. Returns the threads that computed them."""
+    threads: list[int] = []
+    fill_now = Matcher.fill
+
+    def fill(self: Matcher, words: Words) -> None:
+        time.sleep(0.02)
+        threads.append(threading.get_ident())
+        fill_now(self, words)
+
+    monkeypatch.setattr(Matcher, "fill", fill)
+    return threads
+
+
+@pytest.mark.parametrize("inflight", [0, 1, 2])
+def test_slow_masks_hold_nobody_up(slow_masks: list[int], inflight: int) -> None:
+    """Two sequences with slow masks beside a plain one, which gets its tokens in the time of one mask or so."""
+    engine = Engine(inflight=inflight)
+    for name in "ab":
+        engine.add(name, [3] * 5, max_tokens=12, ignore_eos=True, constraint=ANY)
+    while not all(engine.seen.get((name, 0)) and engine.tokens(name) for name in "ab"):
+        engine.step()
+    engine.add("plain", [4] * 5, max_tokens=50, ignore_eos=True)
+    while not engine.seen.get(("plain", 0)) or not engine.seen["plain", 0].ends:
+        engine.step()
+    assert all(len(engine.seen[name, 0].tokens) < 12 for name in "ab")
+    engine.run()
+    for name in "ab":
+        assert len(engine.tokens(name)) == 12
+        assert engine.seen[name, 0].error is None
+    assert len(engine.tokens("plain")) == 50
+    assert slow_masks.count(threading.get_ident()) <= 4  # before they were known to be slow
+    engine.check_idle()
+
+
+def test_tokens_are_the_same_with_slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[list[int]]:
+        engine = Engine()
+        for i in range(6):
+            engine.add(f"r{i}", [3 + i] * 5, max_tokens=9, seed=i, temperature=1.0, constraint=OutputConstraint(grammar="start: /x{0,7}/"))
+        engine.run()
+        return [engine.tokens(f"r{i}") for i in range(6)]
+
+    usual = run()
+    monkeypatch.setattr("octavo.core.constraint.SLOW_SECONDS", -1.0)
+    assert run() == usual
+
+
+def test_aborting_and_failing_with_slow_masks(slow_masks: list[int]) -> None:
+    engine = Engine()
+    engine.core.set_vocabulary(Vocabulary([b"x"] * 64, [], [EOS]))
+    engine.add("gone", [3] * 5, max_tokens=12, ignore_eos=True, constraint=ANY)
+    engine.add("wrong", [3] * 5, max_tokens=12, ignore_eos=True, constraint=OutputConstraint(grammar='start: "xxxxx"'))
+    while not engine.seen.get(("gone", 0)) or len(engine.seen["gone", 0].tokens) < 3:
+        engine.step()
+    engine.abort("gone")
+    engine.run()
+    assert engine.seen["gone", 0].reason is FinishReason.ABORT
+    assert engine.seen["wrong", 0].reason in (FinishReason.ERROR, FinishReason.STOP)
+    assert len(engine.seen["wrong", 0].tokens) <= 6
+    engine.check_idle()
+
+
+def test_many_usual_masks_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they may take longer than one slow one: they are timed one by one now and then, and stay where they are."""
+    together: list[int] = []
+    fill_now = GrammarCompiler.fill
+
+    def fill(self: GrammarCompiler, matchers: Any, words: Words) -> None:
+        time.sleep(0.01)
+        together.append(len(matchers))
+        fill_now(self, matchers, words)
+
+    monkeypatch.setattr(GrammarCompiler, "fill", fill)
+    engine = Engine()
+    for i in range(8):
+        engine.add(f"r{i}", [3] * 5, max_tokens=20, ignore_eos=True, constraint=ANY)
+    engine.run()
+    assert not engine.core.batch.slow.any()
+    assert together.count(8) >= 8

@@ -22,7 +22,7 @@ MAX_PROCESSES = 2
 MAX_WAITING = 128
 MAX_WAIT = 30.0
 """Seconds in line, after which a job is given up."""
-IDLE_SECONDS = 120.0
+IDLE_SECONDS = 600.0
 """An idle process ends after this."""
 RETRY_AFTER = 5.0
 

@@ -22,7 +22,7 @@ from octavo.protocol.boot import die_with_starter
 
 LENGTH_BYTES = 8
 READY = b"ready"
-NICE = 10
+NICE = 5
 """Streams that are being written go first."""
 
 Answer = Callable[[bytes], bytes]
@@ -42,6 +42,13 @@ def write_frame(target: BinaryIO, data: bytes) -> None:
     target.write(len(data).to_bytes(LENGTH_BYTES, "big"))
     target.write(data)
     target.flush()
+
+
+def _yield_to_others() -> None:
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    with contextlib.suppress(OSError):  # a session of its own is a group of its own to the scheduler, if that looks at groups
+        Path("/proc/self/autogroup").write_text(str(NICE))
 
 
 def _limit_memory(more: int) -> None:
@@ -65,13 +72,12 @@ def main() -> None:
     os.dup2(2, 1)  # whatever prints must not end up among the frames
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
     setup = read_frame(source)
     if setup is None:
         return
     answer: Answer = importlib.import_module(module).open_room(setup)
     _limit_memory(memory)
+    _yield_to_others()  # from now on: whoever sent the first job waits for the start too
     write_frame(target, READY)
     while (job := read_frame(source)) is not None:
         _limit_time(seconds)

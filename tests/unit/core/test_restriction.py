@@ -1,0 +1,69 @@
+"""Lists that forbid tokens: what they leave of a mask, and requests that have nothing left end alone, with an error of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.core.restriction import Restriction
+from octavo.protocol.engine import FinishReason, Vocabulary
+from octavo.protocol.params import OutputConstraint, SamplingParams
+from tests.support.core_engine import EOS, Engine
+
+SIZE = 64
+
+
+def bits(words: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+@given(
+    allowed=st.none() | st.lists(st.integers(0, SIZE - 1), min_size=1),
+    bad=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=6),
+    outputs=st.lists(st.integers(0, 5), max_size=6),
+    mask=st.sets(st.integers(0, SIZE - 1)),
+)
+def test_what_is_left(allowed: list[int] | None, bad: list[list[int]], outputs: list[int], mask: set[int]) -> None:
+    restriction = Restriction.of(SamplingParams(allowed_token_ids=allowed, bad_words_token_ids=bad), SIZE // 32)
+    if restriction is None:
+        assert allowed is None
+        assert not bad
+        return
+    words = np.packbits(np.isin(np.arange(SIZE), list(mask)), bitorder="little").view(np.int32).copy()
+    restriction.narrow(words, outputs)
+    banned = {word[-1] for word in bad if len(word) == 1 or outputs[-(len(word) - 1) :] == word[:-1]}
+    assert bits(words) == (mask if allowed is None else mask & set(allowed)) - banned
+
+
+VOCABULARY = Vocabulary([b""] * 2 + [bytes([ord("a") + i]) for i in range(26)] + [b""] * 36, [EOS], [EOS])
+
+
+def ends(**params: object) -> tuple[FinishReason | None, str, int]:
+    """How a request with `params` ends beside another one, which is not to notice."""
+    engine = Engine()
+    engine.core.set_vocabulary(VOCABULARY)
+    engine.add("good", [3] * 5, max_tokens=9, ignore_eos=True)
+    engine.add("bad", [3] * 5, max_tokens=9, ignore_eos=True, **params)
+    engine.run()
+    assert len(engine.tokens("good")) == 9
+    assert engine.seen["good", 0].error is None
+    engine.check_idle()
+    bad = engine.seen["bad", 0]
+    return bad.reason, bad.error or "", len(bad.tokens)
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"allowed_token_ids": [2, 3]}, "allowed_token_ids"),  # a and b, where the grammar wants x
+        ({"bad_words_token_ids": [[25]]}, "bad_words"),
+        ({"allowed_token_ids": [2, 25], "bad_words_token_ids": [[25]]}, "allowed_token_ids and bad_words"),
+    ],
+)
+def test_lists_that_leave_nothing_of_a_grammar(params: dict[str, object], field: str) -> None:
+    reason, error, count = ends(constraint=OutputConstraint(grammar='start: "xyz"'), **params)
+    assert reason is FinishReason.ERROR
+    assert error.startswith(f"structured_outputs: the output came to a place where {field} forbid")
+    assert count == 0
