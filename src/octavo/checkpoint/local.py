@@ -73,7 +73,7 @@ def open_folder(folder: Path, name: str, overrides: Mapping[str, Any] | None, lo
         raise _not_a_model(folder, load_format)
     stored = read_json_object(folder / CONFIG)
     config = _checked_config(apply_overrides(stored | quantization_config(folder, stored), overrides), folder / CONFIG)
-    config = text_part(config, str(folder / CONFIG)) or config
+    config = text_part(config) or config
     generation = read_json_object(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
     weights = () if load_format == "dummy" else safetensors_files(folder)
     if not weights and ggufs and load_format == "auto":

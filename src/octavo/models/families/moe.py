@@ -107,7 +107,6 @@ def _qwen3(config: HfConfig) -> ModelSpec:
     return decoder_spec(
         config,
         "Qwen3MoeForCausalLM",
-        head_dim=config.integer("head_dim", 128),
         qk_norm=True,
         qkv_bias=bias,
         attention_out_bias=bias,
