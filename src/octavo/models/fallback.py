@@ -47,7 +47,7 @@ def load_fallback(config: EngineConfig, device: torch.device, check_size: Callab
         CheckpointError: the weights do not fit their config.
     """
     name = config.model.architecture
-    model = _build(config, check_size).to(device).eval()
+    model = _language_model(_build(config, check_size)).to(device).eval()
     try:
         swapped = TransformersModel(model, name, device, max_length=config.model.max_model_len)
         swapped.compare_with_own_attention()
@@ -61,8 +61,9 @@ def load_fallback(config: EngineConfig, device: torch.device, check_size: Callab
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error of another library says, in plain characters."""
-    return plain_text(str(error)).strip().partition("\n")[0]
+    """Of what an error of another library says, in plain characters; the second too, where the first announces it."""
+    first, _, rest = plain_text(str(error)).strip().partition("\n")
+    return f"{first} {rest.strip().partition(chr(10))[0].strip()}" if first.endswith(":") and rest.strip() else first
 
 
 def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
@@ -146,7 +147,8 @@ def _check_kind(name: str, *, inside: bool) -> None:
 
     if name in set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return
-    if inside and name in set(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()):
+    seq2seq = set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
+    if inside and name in set(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - seq2seq:
         return
     kinds = (
         (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "has an encoder in front of its decoder"),
@@ -273,6 +275,12 @@ class TransformersModel:
         if isinstance(calls, Calls) and calls.count != len(self.layer_specs):
             raise RuntimeError(f"{self.spec.architecture} attended {calls.count} times, not {len(self.layer_specs)} as in its trial run")
         return out
+
+
+def _language_model(model: Any) -> Any:
+    """Of a model that has a whole causal language model inside (Llama 4, Mllama), that one."""
+    inner = getattr(model, "language_model", None)
+    return model if inner is None or getattr(inner, "lm_head", None) is None else inner
 
 
 def _body(model: Any) -> Any:
