@@ -10,7 +10,6 @@ else is a fault. `--write` puts the outcome into benchmarks/results/model_covera
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import multiprocessing
 import os
@@ -53,14 +52,17 @@ SIZES: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "chunk_size": 8,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 2, "laurel_rank": 4, "altup_num_inputs": 2,
-    "is_decoder": True, "image_size": 28, "patch_size": 14, "depth": 1, "projection_dim": 32, "out_hidden_size": 32,
+    "num_heads": 2, "is_decoder": True, "image_size": 28, "patch_size": 14, "depth": 1, "projection_dim": 32, "out_hidden_size": 32,
 }  # fmt: skip
 """Made small wherever a config has them."""
 _WINDOWS = ["sliding_attention", "full_attention"] * 2
 _BY_KIND = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _WINDOWS}
 MORE: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": {"rope_parameters": _BY_KIND},
-    "DbrxConfig": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_top_k": 2}},
+    "DbrxConfig": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_top_k": 2},
+    },
     "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "Gemma3nTextConfig": {"layer_types": _WINDOWS, "activation_sparsity_pattern": [0.0] * 4},
     "Gemma4TextConfig": {"layer_types": _WINDOWS},
@@ -77,7 +79,9 @@ def small_config(config_class: Any) -> Any:
     names = set(known) | set(getattr(config_class, "attribute_map", {}))
     fields = {k: v for k, v in {**SIZES, **MORE.get(config_class.__name__, {})}.items() if k in names}
     if "qk_rope_head_dim" in names:
-        fields = {k: v for k, v in fields.items() if k != "head_dim"} | ({"num_key_value_heads": 4} if "num_key_value_heads" in names else {})
+        fields = {k: v for k, v in fields.items() if k != "head_dim"} | (
+            {"num_key_value_heads": 4} if "num_key_value_heads" in names else {}
+        )
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if name in names and name not in fields and known.get(name) is not None and part.__name__ != "AutoConfig":
             fields[name] = small_config(part)
@@ -177,7 +181,11 @@ def check(name: str) -> dict[str, str]:
         expected = expected_tokens(model, prompts)
     except Exception as e:
         reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"
-        return {"way": way, "outcome": "refused", "reason": refusal} if (refusal := refused_at_once(name)) else {"way": way, "outcome": "not built", "reason": reason}
+        return (
+            {"way": way, "outcome": "refused", "reason": refusal}
+            if (refusal := refused_at_once(name))
+            else {"way": way, "outcome": "not built", "reason": reason}
+        )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:

@@ -123,7 +123,7 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="never runs code from a checkpoint"):
         refused(tmp_path, architectures=["NobodyForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_nobody.Nobody"})
     with pytest.raises(UnsupportedModel, match="swapped"):
-        refused(tmp_path, architectures=["BloomForCausalLM"])
+        refused(tmp_path, architectures=["XGLMForCausalLM"])
     with pytest.raises(CheckpointError, match=r"lacks.*layers\.2"):
         refused(tmp_path, num_hidden_layers=3)
 
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path) -> None
         ("WhisperForConditionalGeneration", "causal language models"),
         ("LlavaForConditionalGeneration", "reads images"),
         ("BertModel", "it is none"),
-        ("BloomForCausalLM", "does not let its attention be swapped.*Octavo's own"),
+        ("XGLMForCausalLM", "does not let its attention be swapped.*Octavo's own"),
     ],
 )
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, says: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from octavo import LLM, SamplingParams
+from octavo.errors import UnsupportedModel
 from octavo.models.compiled import compilable
 from octavo.models.registry import model_spec
 from tests.models.contiguous import ContiguousAttend, greedy, load, run
@@ -77,10 +79,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {**WINDOWED, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3", {**WINDOWED, "query_pre_attn_scalar": 10, "rope_parameters": BY_LAYER}),
+    "gemma3-no-cap": ("gemma3", {**WINDOWED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "phi3": ("phi3", {"sliding_window": 6}),
     "phi3-longrope": ("phi3", {"rope_parameters": {"rope_theta": 100.0, **LONGROPE}}),
     "phi4-mini": ("phi3", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}}),
     "phi": ("phi", {}),
+    "phi-qk-norm": ("phi", {"qk_layernorm": True}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", WINDOWED),
     "granite": (
@@ -89,12 +93,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("starcoder2", {"sliding_window": 6}),
     "gpt2": ("gpt2", {"n_positions": 256}),
+    "gpt2-scale-by-layer": ("gpt2", {"n_positions": 256, "scale_attn_by_inverse_layer_idx": True}),
     "pythia": ("gpt_neox", {}),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon-7b": ("falcon", {"multi_query": True}),
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     "falcon-rw": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-rw-1b": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    "falcon-alibi": ("falcon", {"multi_query": True, "alibi": True, "num_attention_heads": 8, "hidden_size": 64}),
+    "bloom": ("bloom", {"n_head": 4}),
+    "bloom-six-heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "mpt-30b": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"clip_qkv": 0.5}}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-12b": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
@@ -111,9 +122,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
     "qwen3-moe-windowed": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "olmoe-clip": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "clip_qkv": 0.4}),
     "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
     "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "deepseek-v3": ("deepseek_v3", LATENT),
+    "deepseek-v2-biases": ("deepseek_v2", {**LATENT, "attention_bias": True}),
+    "deepseek-v3-biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
+    "deepseek-v3-no-q-rank": ("deepseek_v3", {**LATENT, "attention_bias": True, "q_lora_rank": None}),
+    "deepseek-v3-halves": ("deepseek_v3", {**LATENT, "rope_interleave": False}),
     "deepseek-v3-yarn": (
         "deepseek_v3",
         {**LATENT, "rope_parameters": {"rope_theta": 1000.0, **YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
@@ -267,3 +283,34 @@ def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, name: str, ops:
     for layer in range(model.spec.num_layers):
         for mine, theirs in zip(some.cache[layer], whole.cache[layer], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["falcon-rw-1b", "mpt-30b", "gpt2-scale-by-layer", "phi-qk-norm", "olmoe-clip"])
+def test_greedy_tokens_through_the_engine(tmp_path: Path, name: str) -> None:
+    """Over the paged cache of the device's own attention, in chunks, beside others."""
+    family, overrides = CASES[name]
+    reference = save_tiny(tmp_path, family, **overrides)
+    prompts = [IDS[:5], IDS, IDS[3:20]]
+    with LLM(
+        str(tmp_path), device="cpu", threads=1, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_batched_tokens=16,
+        max_num_seqs=4, kv_cache_dtype="float32", cpu_activations="float32",
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        )
+    for ids, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            out = reference.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
+def test_what_our_code_does_not_do_may_run_through_transformers(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", hidden_act="tanh")
+    with pytest.raises(UnsupportedModel, match=r"hidden_act 'tanh' is not supported.*--model-impl transformers"):
+        load(tmp_path)
+    with LLM(str(tmp_path), device="cpu", model_impl="transformers", skip_tokenizer_init=True, num_gpu_blocks_override=16) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        found = llm.generate({"prompt_token_ids": IDS[:20]}, params)[0].outputs[0].token_ids
+    with torch.inference_mode():
+        out = reference.generate(torch.tensor([IDS[:20]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(found) == out[0, 20:].tolist()

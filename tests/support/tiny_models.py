@@ -22,6 +22,7 @@ from octavo.config.types import (
 
 FAMILIES: dict[str, str] = {
     "arcee": "Arcee",
+    "bloom": "Bloom",
     "cohere": "Cohere",
     "cohere2": "Cohere2",
     "deepseek_v2": "DeepseekV2",
@@ -41,6 +42,7 @@ FAMILIES: dict[str, str] = {
     "ministral": "Ministral",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "mpt": "Mpt",
     "nemotron": "Nemotron",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
@@ -74,6 +76,8 @@ SIZES: dict[str, Any] = {
 
 
 _ABSENT = {
+    ("bloom", "head_dim"),
+    ("mpt", "head_dim"),
     ("falcon", "head_dim"),
     ("gpt2", "intermediate_size"),
     ("gpt2", "head_dim"),
@@ -90,7 +94,8 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> transformers.
     config_class = getattr(transformers, f"{config_name}Config")
     model_class = getattr(transformers, model_name + "Model" if model_name.endswith("Head") else f"{model_name or config_name}ForCausalLM")
     config = config_class(**{k: v for k, v in (SIZES | overrides).items() if (family, k) not in _ABSENT})
-    config._attn_implementation = "eager"
+    # The eager attention of transformers adds Falcon's linear biases twice.
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()
     with torch.no_grad():

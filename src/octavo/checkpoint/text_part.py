@@ -55,13 +55,12 @@ _LANGUAGE_MODELS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 are the usual one where all three are the same, as they are for text."""
 _FLAT: Final[Mapping[str, str]] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """`model_type`s whose first checkpoints had the language model's entries at the top."""
-_OTHER_SENSES: Final = ("vision_config", "audio_config", "image_config", "vision_tower_config", "speech_config")
 
 
 def reads_more_than_text(config: Mapping[str, Any]) -> bool:
     """Whether a config is of a language model among other parts."""
-    apart = isinstance(config.get("text_config"), Mapping) or config.get("model_type") in _FLAT
-    return apart and any(config.get(key) is not None for key in _OTHER_SENSES)
+    older = config.get("model_type") in _FLAT and config.get("vision_config") is not None
+    return isinstance(config.get("text_config"), Mapping) or older
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -117,9 +117,7 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
     except ConfigError:
         raise
     except Exception as e:  # whatever its readers of files, old and new, find wrong
-        raise CheckpointError(
-            f"{config.model.path}: transformers cannot load it: {first_line(e) or type(e).__name__}"
-        ) from None
+        raise CheckpointError(f"{config.model.path}: transformers cannot load it: {first_line(e) or type(e).__name__}") from None
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
     if surplus := sorted(report["unexpected_keys"]):
@@ -306,10 +304,10 @@ def fix_rotations(model: Any, max_length: int, device: torch.device) -> None:
                 continue
             more = {} if layer_type is None else {"layer_type": layer_type}
             module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **more)
-            if layer_type is None:
-                module.rope_type = "default"
-            else:
+            if isinstance(kinds, dict):
                 kinds[layer_type] = "default"
+            else:
+                module.rope_type = "default"
 
 
 def _trial_tokens(config: Any, vocab_size: int) -> list[int]:

@@ -227,9 +227,19 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
     Raises:
         UnsupportedModel, CheckpointError, ConfigError: see `load_model`.
     """
+    if hf_config.get("use_bidirectional_attention") is True and config.model.pooling is None:
+        raise UnsupportedModel(
+            f"{config.model.name} cannot generate: its tokens see those behind them (use_bidirectional_attention), so that it embeds. "
+            "Use --runner pooling."
+        )
     gguf = open_header(config)
     if gguf is None:
-        return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+        try:
+            return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+        except UnsupportedModel as e:
+            if config.model.pooling is None and config.model.architecture in supported_architectures():
+                raise UnsupportedModel(f"{e} It may run through the installed transformers: --model-impl transformers.") from None
+            raise
     return *_gguf_spec(hf_config, gguf), gguf
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.errors import UnsupportedModel
 from octavo.models.families import (
+    bloom,
     cohere,
     deepseek,
     falcon,
@@ -47,6 +48,8 @@ FAMILIES: tuple[Family, ...] = (
     gpt2.FAMILY,
     gpt_neox.FAMILY,
     falcon.FAMILY,
+    bloom.BLOOM,
+    bloom.MPT,
     stablelm.FAMILY,
     cohere.COHERE,
     cohere.COHERE2,

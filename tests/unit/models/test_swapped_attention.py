@@ -11,7 +11,9 @@ from octavo.models.swapped_attention import AskedMask, causal_window
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("window", "length", "found"), [(None, 1000, None), (7, 1000, 7), (1, 50, 1), (999, 1000, 999), (1000, 1000, None), (5, 5, None)])
+@pytest.mark.parametrize(
+    ("window", "length", "found"), [(None, 1000, None), (7, 1000, 7), (1, 50, 1), (999, 1000, 999), (1000, 1000, None), (5, 5, None)]
+)
 def test_windows_are_found(window: int | None, length: int, found: int | None) -> None:
     def visible(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         causal = k <= q

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import UnsupportedModel
 from octavo.layers.moe import Routing
 from octavo.models.families.base import (
     DECODER_WEIGHTS,
@@ -117,8 +116,6 @@ def _qwen3(config: HfConfig) -> ModelSpec:
 
 
 def _olmoe(config: HfConfig) -> ModelSpec:
-    if config.has("clip_qkv"):
-        raise UnsupportedModel(f"{config.where}: clip_qkv is not supported.")
     bias = config.flag("attention_bias")
     return decoder_spec(
         config,
@@ -128,6 +125,7 @@ def _olmoe(config: HfConfig) -> ModelSpec:
         qkv_bias=bias,
         attention_out_bias=bias,
         norm_eps=config.number("rms_norm_eps", 1e-5),
+        clip_qkv=config.number("clip_qkv") if config.has("clip_qkv") else None,
         moe=moe_spec(config, "num_experts", "intermediate_size", routing={"normalize": config.flag("norm_topk_prob")}),
     )
 
