@@ -15,7 +15,7 @@ from octavo.errors import UnsupportedModel
 from octavo.models.compiled import compilable
 from octavo.models.registry import model_spec
 from tests.models.contiguous import ContiguousAttend, greedy, load, run
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import SIZES, save_tiny
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -302,6 +302,47 @@ def test_greedy_tokens_through_the_engine(tmp_path: Path, name: str) -> None:
         with torch.inference_mode():
             out = reference.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
+def save_alias(folder: Path, model_type: str, **more: Any) -> Any:
+    """A model whose config class has another class of model, as transformers saves it."""
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | more))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("exaone", {}),
+        ("internlm3", {}),
+        ("iquestcoder", {}),
+        ("gpt-sw3", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("sarvam_mla", LATENT),
+    ],
+)
+def test_models_that_transformers_saves_under_the_name_of_another(tmp_path: Path, model_type: str, more: dict[str, Any]) -> None:
+    if model_type == "sarvam_mla":
+        more = more | {"head_dim": 4}
+    reference = save_alias(tmp_path, model_type, **more)
+    torch.testing.assert_close(run(load(tmp_path), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_exaone_as_it_is_published(tmp_path: Path) -> None:
+    """With its own class and its own names of sizes."""
+    reference = save_alias(tmp_path, "exaone")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for ours, theirs in (
+        ("num_hidden_layers", "num_layers"),
+        ("hidden_act", "activation_function"),
+        ("rms_norm_eps", "layer_norm_epsilon"),
+    ):
+        config[theirs] = config.pop(ours)
+    config["architectures"] = ["ExaoneForCausalLM"]
+    torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
 
 
 def test_what_our_code_does_not_do_may_run_through_transformers(tmp_path: Path) -> None:

@@ -256,6 +256,18 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         open_llm(tmp_path)
 
 
+@pytest.mark.parametrize(("rows", "warns"), [(128, False), (277, False), (278, True), (4096, True)])
+def test_a_tokenizer_that_is_much_smaller_than_the_vocabulary_is_told_of(
+    tmp_path: Path, rows: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_pooling(tmp_path, "LlamaForCausalLM", num_key_value_heads=2, vocab_size=rows)
+    with open_llm(tmp_path, num_gpu_blocks_override=20) as llm:
+        llm.generate("a man", SamplingParams(max_tokens=2))
+    told = [r.getMessage() for r in caplog.records if "The tokenizer has" in r.getMessage()]
+    assert bool(told) == warns
+    assert not warns or f"The tokenizer has 21 tokens and {tmp_path} {rows} (vocab_size)" in told[0]
+
+
 def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     save_pooling(tmp_path, "LlamaForCausalLM", num_key_value_heads=2)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from octavo.attention.base import Attend, KvScales, LayerSpec
 from octavo.checkpoint import text_part
+from octavo.checkpoint.stand_in import stand_in
 from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel, plain_text
 from octavo.layers.rope import RopeSpec
@@ -117,7 +119,10 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
     except ConfigError:
         raise
     except Exception as e:  # whatever its readers of files, old and new, find wrong
-        raise CheckpointError(f"{config.model.path}: transformers cannot load it: {first_line(e) or type(e).__name__}") from None
+        files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
+        instead = next((what for file in files if (what := stand_in(file)) is not None), None)
+        what = instead or f"{config.model.path}: transformers cannot load it: {first_line(e) or type(e).__name__}"
+        raise CheckpointError(what) from None
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
     if surplus := sorted(report["unexpected_keys"]):

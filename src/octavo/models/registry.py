@@ -33,6 +33,7 @@ from octavo.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
+    llama.EXAONE,
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
