@@ -60,13 +60,15 @@ _BY_KIND = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _W
 MORE: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": {"rope_parameters": _BY_KIND},
     "DbrxConfig": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_top_k": 2},
     },
     "DoryConfig": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "Gemma3nTextConfig": {"layer_types": _WINDOWS, "activation_sparsity_pattern": [0.0] * 4},
     "Gemma4TextConfig": {"layer_types": _WINDOWS},
     "Gemma4UnifiedTextConfig": {"layer_types": _WINDOWS},
+    "GraniteMoeHybridConfig": {"layer_types": ["attention"] * 4},
+    "LongcatFlashConfig": {"head_dim": 4},
     "Lfm2Config": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * 2},
 }
@@ -77,13 +79,13 @@ def small_config(config_class: Any) -> Any:
     """A small config of its kind, and of the parts inside."""
     known = config_class().to_dict()
     names = set(known) | set(getattr(config_class, "attribute_map", {}))
-    fields = {k: v for k, v in {**SIZES, **MORE.get(config_class.__name__, {})}.items() if k in names}
+    fields = {k: v for k, v in SIZES.items() if k in names}
     if "qk_rope_head_dim" in names:
-        fields = {k: v for k, v in fields.items() if k != "head_dim"} | (
-            {"num_key_value_heads": 4} if "num_key_value_heads" in names else {}
-        )
+        fields.pop("head_dim", None)
+        fields |= {"num_key_value_heads": 4} if "num_key_value_heads" in names else {}
+    fields |= MORE.get(config_class.__name__, {})
     for name, part in getattr(config_class, "sub_configs", {}).items():
-        if name in names and name not in fields and known.get(name) is not None and part.__name__ != "AutoConfig":
+        if name in names and name not in fields and part.__name__ != "AutoConfig":
             fields[name] = small_config(part)
     return config_class(**fields)
 
@@ -144,6 +146,11 @@ def near_tie(model: Any, ids: list[int], one: int, other: int) -> bool:
     return bool((logits[one] - logits[other]).abs() < CLOSE)
 
 
+def _reason(error: Exception, folder: str) -> str:
+    """A message without what is the same in all of them."""
+    return str(error).replace(folder, "FOLDER").partition(" Octavo's own:")[0]
+
+
 def refused_at_once(name: str) -> str:
     """Why a class is refused before its weights are read, or nothing."""
     import transformers
@@ -158,7 +165,7 @@ def refused_at_once(name: str) -> str:
             config.save_pretrained(folder)
             LLM(folder, device="cpu", skip_tokenizer_init=True, load_format="dummy", max_model_len=128, num_gpu_blocks_override=64)
         except UnsupportedModel as e:
-            return str(e)
+            return _reason(e, folder)
         except Exception:
             return ""
     return ""
@@ -197,7 +204,7 @@ def check(name: str) -> dict[str, str]:
                 outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
                 found = [list(o.outputs[0].token_ids) for o in outputs]
         except OctavoError as e:
-            return {"way": way, "outcome": "refused", "reason": str(e)}
+            return {"way": way, "outcome": "refused", "reason": _reason(e, folder)}
         except Exception as e:
             return {"way": way, "outcome": "FAULT", "reason": f"{type(e).__name__}: {e}"}
     if found == [forward_tokens(model, prompt) for prompt in prompts] != expected:
@@ -247,6 +254,47 @@ def causal_classes() -> list[str]:
     return sorted(names)
 
 
+REASONS = {
+    "does not let its attention be swapped": "refused: the attention of transformers' implementation cannot be swapped",
+    "keeps a state": "refused: it keeps a state besides keys and values",
+    "not all of its layers are attention layers": "refused: it keeps a state besides keys and values",
+    "a mask of the model's own": "refused: it computes with the attention mask (sparse attention by an indexer, mostly)",
+}
+"""Part of a message -> what to say of it in the table."""
+
+
+def kind_of(outcome: dict[str, str]) -> str:
+    """The row of the table that an outcome belongs to."""
+    if outcome["outcome"] == "equal":
+        return "equal, with code of our own" if outcome["way"] == "own" else "equal, through transformers"
+    if outcome["outcome"] == "refused":
+        return next((says for part, says in REASONS.items() if part in outcome["reason"]), "refused for another reason")
+    return {"not built": "not tried: no small model of it could be made"}.get(outcome["outcome"], outcome["outcome"])
+
+
+def table(outcomes: dict[str, dict[str, str]]) -> str:
+    """The lines of the table in the documentation."""
+    kinds: dict[str, list[str]] = {}
+    for name, outcome in outcomes.items():
+        kinds.setdefault(kind_of(outcome), []).append(re.sub("(For(CausalLM|ConditionalGeneration)|LMHeadModel)$", "", name))
+    rows = sorted(kinds.items(), key=lambda item: (not item[0].startswith("equal"), -len(item[1])))
+    lines = (f"| {kind} | {len(names)} | {', '.join(names)} |" for kind, names in rows)
+    return "\n".join(["| outcome | classes | which |", "|---|---|---|", *lines, ""])
+
+
+def write(outcomes: dict[str, dict[str, str]]) -> None:
+    """Into the results, and the documentation's table."""
+    import transformers
+
+    from octavo.cli.bench.results import write_json
+
+    counts: dict[str, int] = {}
+    for outcome in outcomes.values():
+        counts[kind_of(outcome)] = counts.get(kind_of(outcome), 0) + 1
+    write_json(RESULTS, {"transformers": transformers.__version__, "counts": counts, "classes": outcomes})
+    DOCS.write_text(_BETWEEN.sub(lambda _: table(outcomes), DOCS.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("classes", nargs="*")
@@ -262,6 +310,8 @@ def main() -> None:
         getattr(transformers, name)
         outcomes[name] = checked(name, args.seconds)
         print(f"{name:38} {outcomes[name]['way']:13} {outcomes[name]['outcome']:10} {outcomes[name]['reason'][:300]}", flush=True)
+    if args.write:
+        write(outcomes)
     for outcome in sorted({o["outcome"] for o in outcomes.values()}):
         print(outcome, sum(o["outcome"] == outcome for o in outcomes.values()))
 

@@ -58,6 +58,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "RobertaForCausalLM": {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0},
     "XLMRobertaForCausalLM": {"is_decoder": True, "pad_token_id": 3, "bos_token_id": 0},
     "BertLMHeadModel": {"is_decoder": True},
+    # Granite 4 without its state-space layers, with an infinity in its config.
+    "GraniteMoeHybridForCausalLM": {
+        "num_key_value_heads": 2, "layer_types": ["attention", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48,
+        "position_embedding_type": "rope", "mamba_n_heads": 4,
+    },
 }  # fmt: skip
 
 

@@ -97,14 +97,17 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
         )
     _check_kind(name, inside=text_part.ORIGIN in hf_config)
     if not getattr(cls, "_supports_attention_backend", False):
+        why = "its implementation there does not let its attention be swapped"
+        if getattr(cls, "_is_stateful", False):
+            why = "it keeps a state from token to token (Mamba, linear attention, convolutions), for which Octavo has no cache"
         raise UnsupportedModel(
-            f"{name} has no code in Octavo, and cannot run through transformers either: its implementation there does not let its attention be "
-            f"swapped. Octavo's own: {', '.join(supported_architectures())}."
+            f"{name} has no code in Octavo, and cannot run through transformers either: {why}. Octavo's own: "
+            f"{', '.join(supported_architectures())}."
         )
     register()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     try:
-        made = cls.config_class.from_dict(dict(hf_config.get(text_part.WHOLE, hf_config)))
+        made = cls.config_class.from_dict(_numbers(dict(hf_config.get(text_part.WHOLE, hf_config))))
         with torch.device("meta"):
             parameters = cls(made).parameters()
         check_size(sum(p.numel() for p in parameters) * dtype.itemsize)
@@ -129,6 +132,15 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
         names = f"{', '.join(surplus[:4])}{', ...' if len(surplus) > 4 else ''}"
         logger.warning("%s: %d tensors have no place in %s and are left out: %s.", config.model.path, len(surplus), name, names)
     return model
+
+
+def _numbers(value: Any) -> Any:
+    """A config as transformers has it in memory: infinity, which JSON lacks, is written as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(str(value["__float__"]))
+        return {key: _numbers(one) for key, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _own_code(config: EngineConfig) -> str:
@@ -233,7 +245,7 @@ class TransformersModel:
             positions = torch.arange(start, start + size, device=self._device)
             rows.append(self.logits(self.forward(self._trial[start : start + size], positions, attend)))
             start += size
-        dtype = expected.dtype
+        dtype = next(self._model.parameters()).dtype
         distance = _apart(torch.cat(rows)[TRIAL[0] :], expected[TRIAL[0] :], typical=dtype != torch.float32)
         if not distance < _NEAR.get(dtype, 0.15):
             raise UnsupportedModel(
