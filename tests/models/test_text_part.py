@@ -137,6 +137,24 @@ def test_text_equals_transformers(tmp_path: Path, make: Any, older: bool) -> Non
     assert list(found) == out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("make", [gemma3, qwen3_vl])
+def test_the_whole_can_be_built_by_transformers_too(tmp_path: Path, make: Any) -> None:
+    """What reads the images is let go of once the language model was compared with the whole."""
+    torch.manual_seed(0)
+    model = make().eval()
+    model.save_pretrained(tmp_path)
+    prompt = list(range(10, 30))
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 20}
+    with LLM(str(tmp_path), model_impl="transformers", **settings) as llm:
+        found = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        assert llm.ready_report.weights_bytes == 4 * sum(p.numel() for p in model.model.language_model.parameters()) + (
+            0 if model.lm_head.weight is model.model.language_model.embed_tokens.weight else 4 * model.lm_head.weight.numel()
+        )
+    assert list(found[0].outputs[0].token_ids) == out[0, len(prompt) :].tolist()
+
+
 def test_a_tensor_of_the_language_model_that_is_missing_is_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

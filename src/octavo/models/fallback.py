@@ -53,6 +53,7 @@ def load_fallback(config: EngineConfig, device: torch.device, check_size: Callab
     try:
         swapped = TransformersModel(model, name, device, max_length=config.model.max_model_len)
         swapped.compare_with_own_attention()
+        swapped.drop_other_parts()
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as e:
         raise UnsupportedModel(
             f"{name} cannot run through transformers: it does not run with its attention swapped ({type(e).__name__}: {first_line(e)})."
@@ -202,7 +203,7 @@ class TransformersModel:
         Raises:
             UnsupportedModel: a layer's attention is of a kind that ours is not.
         """
-        self._model = model
+        self._model: Any = model
         self._device = device
         self._body = _body(model)
         text = model.config.get_text_config()
@@ -216,9 +217,9 @@ class TransformersModel:
         if len(self.layer_specs) < int(getattr(text, "num_hidden_layers", 1)):
             raise UnsupportedModel("not all of its layers are attention layers, and what the others keep has no place in the cache")
         self.spec = _spec(text, architecture, self.layer_specs, hidden.shape[-1], vocab_size)
-        self.weights_kinds = added_up(stored_as(p) for p in {p.data_ptr(): p for p in model.parameters()}.values())
-        self.weights_bytes = sum(self.weights_kinds.values())
         self._head = model.get_output_embeddings() if self._is_all_head(hidden) else None
+        self.weights_kinds = _stored_in(model)
+        self.weights_bytes = sum(self.weights_kinds.values())
 
     @torch.inference_mode()
     def _is_all_head(self, hidden: torch.Tensor) -> bool:
@@ -252,6 +253,14 @@ class TransformersModel:
                 f"computed step by step with the attention swapped, its results are not its own (off by {distance:.0%}): it keeps more from "
                 "token to token than keys and values, or does not compute in float32 what needs it"
             )
+
+    def drop_other_parts(self) -> None:
+        """Let go of what reads images or sounds, where the rest needs nothing but its body and its head."""
+        if self._head is None:
+            return
+        self._model = None
+        self.weights_kinds = _stored_in(self._body, self._head)
+        self.weights_bytes = sum(self.weights_kinds.values())
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -290,6 +299,11 @@ class TransformersModel:
         if isinstance(calls, Calls) and calls.count != len(self.layer_specs):
             raise RuntimeError(f"{self.spec.architecture} attended {calls.count} times, not {len(self.layer_specs)} as in its trial run")
         return out
+
+
+def _stored_in(*modules: Any) -> Mapping[str, int]:
+    """Bytes of parameters by what they are stored as; shared ones once."""
+    return added_up(stored_as(p) for p in {p.data_ptr(): p for module in modules for p in module.parameters()}.values())
 
 
 def _language_model(model: Any) -> Any:
