@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from octavo import LLM, SamplingParams
+from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.models.fallback import TransformersModel
 from octavo.models.loader import load_model
@@ -66,6 +67,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def through_transformers(folder: Path, **settings: Any) -> EngineConfig:
+    """Also what has code of our own."""
+    config = config_for(folder, **settings)
+    return replace(config, model=replace(config.model, implementation="transformers"))
+
+
 def save(folder: Path, name: str) -> Any:
     cls = getattr(transformers, name)
     config = cls.config_class(**(SIZES | MODELS[name]))
@@ -79,7 +86,7 @@ def save(folder: Path, name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     reference = save(tmp_path, name)
-    model = load_model(config_for(tmp_path, max_model_len=64), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(through_transformers(tmp_path, max_model_len=64), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert isinstance(model, TransformersModel)
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS])).logits[0]
@@ -94,9 +101,7 @@ def test_an_architecture_of_ours_can_be_run_so_too_with_logits_that_are_scaled_b
     torch.manual_seed(0)
     reference = transformers.GraniteForCausalLM(config).eval()
     reference.save_pretrained(tmp_path)
-    settings = config_for(tmp_path)
-    settings = replace(settings, model=replace(settings.model, implementation="transformers"))
-    model = load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert isinstance(model, TransformersModel)
     with torch.inference_mode():
         torch.testing.assert_close(run(model, IDS, [20, 10]), reference(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=1e-4)
@@ -213,7 +218,7 @@ def test_rotations_that_depend_on_the_length_are_those_of_the_longest_sequence(t
     reference = transformers.SeedOssForCausalLM.from_pretrained(
         tmp_path, config=transformers.SeedOssConfig(**SIZES, num_key_value_heads=2, head_dim=8, rope_parameters=factors)
     )
-    model = load_model(config_for(tmp_path, max_model_len=longest), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(through_transformers(tmp_path, max_model_len=longest), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(run(model, IDS, [20, 9, 1]), expected, atol=1e-4, rtol=1e-4)
@@ -223,7 +228,7 @@ def test_surplus_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     save(tmp_path, "SeedOssForCausalLM")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert any("have no place" in r.message and "layers.1" in r.message for r in caplog.records)
 
 

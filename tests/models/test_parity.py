@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from octavo import LLM, SamplingParams
-from octavo.errors import UnsupportedModel
+from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.models.compiled import compilable
 from octavo.models.registry import model_spec
 from tests.models.contiguous import ContiguousAttend, greedy, load, run
@@ -37,6 +37,15 @@ BY_LAYER = {
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -134,6 +143,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**LATENT, "rope_parameters": {"rope_theta": 1000.0, **YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
+    "glm4-moe": ("glm4_moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1}),
+    "glm4-moe-groups": ("glm4_moe", {**SIGMOID, "n_group": 2, "topk_group": 1}),
+    "dots1": ("dots1", {**SIGMOID, **WINDOWED, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}),
+    "seed-oss": ("seed_oss", {"attention_out_bias": False}),
+    "ernie4.5": ("ernie4_5", {"use_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
+    "exaone4-32b": ("exaone4", {**WINDOWED, "sliding_window_pattern": 2}),
     "gpt-oss": (
         "gpt_oss",
         {
@@ -283,6 +300,23 @@ def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, name: str, ops:
     for layer in range(model.spec.num_layers):
         for mine, theirs in zip(some.cache[layer], whole.cache[layer], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, name: str) -> None:
+    """Published checkpoints of DeepSeek-V3 and GLM-4.5 have one behind the last."""
+    from safetensors.torch import load_file, save_file
+
+    family, overrides = CASES[name]
+    reference = save_tiny(tmp_path, family, **overrides)
+    tensors = load_file(str(tmp_path / "model.safetensors"))
+    guessing = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if n.startswith("model.layers.1.")}
+    guessing |= {f"model.layers.2.{n}.weight": torch.ones(32) for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+    save_file(tensors | guessing, str(tmp_path / "model.safetensors"))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\..* has no place"):
+        load(tmp_path, hf_config=config | {"num_nextn_predict_layers": 0})
 
 
 @pytest.mark.parametrize("name", ["falcon-rw-1b", "mpt-30b", "gpt2-scale-by-layer", "phi-qk-norm", "olmoe-clip"])

@@ -27,18 +27,23 @@ FAMILIES: dict[str, str] = {
     "cohere2": "Cohere2",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "dots1": "Dots1",
+    "ernie4_5": "Ernie4_5",
+    "exaone4": "Exaone4",
     "falcon": "Falcon",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3Text:Gemma3",
     "glm": "Glm",
     "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe",
     "gpt2": "GPT2:GPT2LMHead",
     "gpt_neox": "GPTNeoX",
     "gpt_oss": "GptOss",
     "granite": "Granite",
     "granitemoe": "GraniteMoe",
     "llama": "Llama",
+    "minimax_m2": "MiniMaxM2",
     "ministral": "Ministral",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
@@ -53,6 +58,7 @@ FAMILIES: dict[str, str] = {
     "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
@@ -103,6 +109,9 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> transformers.
             if parameter.ndim == 1:
                 norm = "norm" in name or ".ln_" in name
                 parameter.normal_(1.0 if norm and not name.endswith("bias") else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 

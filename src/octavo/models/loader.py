@@ -136,7 +136,7 @@ def load_model(
             prefix=family.prefix,
             on_the_fly=on_the_fly,
             strip=text_part.PREFIXES if text_part.ORIGIN in model.hf_config else (),
-            ignored=text_part.IGNORED if text_part.ORIGIN in model.hf_config else None,
+            ignored=_left_out(model.hf_config, spec.num_layers),
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
@@ -151,6 +151,16 @@ def load_model(
             pipeline=pipeline,
             shard=shard,
         )
+
+
+def _left_out(hf_config: Mapping[str, Any], num_layers: int) -> str:
+    """Regular expression of tensors that a model of text alone does without: layers behind the last that guess further tokens (DeepSeek-V3,
+    GLM-4.5), and what reads images."""
+    further = hf_config.get("num_nextn_predict_layers")
+    behind = range(num_layers, num_layers + (further if isinstance(further, int) and 0 < further < 64 else 0))
+    guessing = "|".join(rf"^model\.layers\.{i}\." for i in behind)
+    parts = (r"^(model\.)?mtp[._]", guessing, text_part.IGNORED if text_part.ORIGIN in hf_config else "")
+    return "|".join(part for part in parts if part)
 
 
 def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]:

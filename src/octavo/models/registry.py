@@ -24,6 +24,7 @@ from octavo.models.families import (
     phi,
     qwen2,
     qwen3,
+    sigmoid_moe,
     stablelm,
     starcoder2,
 )
@@ -57,6 +58,7 @@ FAMILIES: tuple[Family, ...] = (
     *further.FAMILIES,
     *moe.FAMILIES,
     *deepseek.FAMILIES,
+    *sigmoid_moe.FAMILIES,
     gpt_oss.FAMILY,
 )
 

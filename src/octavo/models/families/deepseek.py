@@ -53,7 +53,7 @@ def _v2_routing(config: HfConfig) -> dict[str, object]:
     method = config.text("topk_method", "greedy")
     routing: dict[str, object] = {"scale": config.number("routed_scaling_factor", 1.0)}
     if method == "group_limited_greedy":
-        routing |= _groups(config)
+        routing |= expert_groups(config)
     elif method != "greedy":
         raise UnsupportedModel(f"{config.where}: topk_method {method!r} is not supported. Supported: greedy, group_limited_greedy.")
     return routing
@@ -64,12 +64,13 @@ def _v3_routing(config: HfConfig) -> dict[str, object]:
         "scoring": "sigmoid",
         "normalize": config.flag("norm_topk_prob", True),
         "scale": config.number("routed_scaling_factor", 2.5),
-        **_groups(config, 8, 4),
+        **expert_groups(config, 8, 4),
         "group_score": "best_two",
     }
 
 
-def _groups(config: HfConfig, groups: int | None = None, top: int | None = None) -> dict[str, object]:
+def expert_groups(config: HfConfig, groups: int | None = None, top: int | None = None) -> dict[str, object]:
+    """Which experts can be chosen together. The numbers are for configs that do not say."""
     groups, top, experts = config.integer("n_group", groups), config.integer("topk_group", top), config.integer("n_routed_experts")
     if experts % groups:
         raise config.fail("n_group", f"a divisor of n_routed_experts ({experts})")

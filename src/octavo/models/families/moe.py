@@ -40,7 +40,7 @@ def shared_weights(name: str) -> dict[str, Target]:
     }
 
 
-_QK_NORMS: Mapping[str, Target] = {
+QK_NORMS: Mapping[str, Target] = {
     f"{_LAYER}self_attn.q_norm.weight": Target("layers.{i}.q_norm"),
     f"{_LAYER}self_attn.k_norm.weight": Target("layers.{i}.k_norm"),
 }
@@ -170,14 +170,14 @@ FAMILIES = (
         title="Qwen3-MoE",
         architectures=("Qwen3MoeForCausalLM",),
         spec=_qwen3,
-        weights={**DECODER_WEIGHTS, **_QK_NORMS, **expert_weights("mlp")},
+        weights={**DECODER_WEIGHTS, **QK_NORMS, **expert_weights("mlp")},
     ),
     Family(
         name="olmoe",
         title="OLMoE",
         architectures=("OlmoeForCausalLM",),
         spec=_olmoe,
-        weights={**DECODER_WEIGHTS, **_QK_NORMS, **expert_weights("mlp")},
+        weights={**DECODER_WEIGHTS, **QK_NORMS, **expert_weights("mlp")},
     ),
     Family(
         name="granitemoe",
