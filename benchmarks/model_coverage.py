@@ -1,15 +1,17 @@
 """Every causal language model that the installed transformers has, served by Octavo: are its tokens those of `generate`?
 
-    python benchmarks/model_coverage.py [Class ...] [--jobs 2] [--write]
+    python benchmarks/model_coverage.py [Class ...] [--write]
 
 For each class a tiny random model is made from a config, saved, and run through `LLM` with three prompts of unequal length, greedily and
 past several blocks and the sliding window. It then either gives the tokens that `generate` gives, or refuses the model with a reason. All
-else is a fault. `--write` puts the outcome into benchmarks/results/model_coverage.json and the table in docs/models.md.
+else is a fault. `--write` puts the outcome into benchmarks/results/model_coverage.json and the table in docs/models.md; of named classes, in
+place of what was known of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import multiprocessing
 import os
@@ -256,8 +258,8 @@ def causal_classes() -> list[str]:
 
 REASONS = {
     "does not let its attention be swapped": "refused: the attention of transformers' implementation cannot be swapped",
-    "keeps a state": "refused: it keeps a state besides keys and values",
-    "not all of its layers are attention layers": "refused: it keeps a state besides keys and values",
+    "keeps a state": "refused: layers that keep a state besides keys and values, or attend to images",
+    "not all of its layers are attention layers": "refused: layers that keep a state besides keys and values, or attend to images",
     "a mask of the model's own": "refused: it computes with the attention mask (sparse attention by an indexer, mostly)",
 }
 """Part of a message -> what to say of it in the table."""
@@ -276,8 +278,10 @@ def table(outcomes: dict[str, dict[str, str]]) -> str:
     """The lines of the table in the documentation."""
     kinds: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
-        kinds.setdefault(kind_of(outcome), []).append(re.sub("(For(CausalLM|ConditionalGeneration)|LMHeadModel)$", "", name))
-    rows = sorted(kinds.items(), key=lambda item: (not item[0].startswith("equal"), -len(item[1])))
+        kinds.setdefault(kind_of(outcome), []).append(re.sub("(ForCausalLM|(?<!With)LMHeadModel)$", "", name))
+    rows = sorted(
+        kinds.items(), key=lambda item: (*(not item[0].startswith(part) for part in ("equal, with", "equal", "refused")), -len(item[1]))
+    )
     lines = (f"| {kind} | {len(names)} | {', '.join(names)} |" for kind, names in rows)
     return "\n".join(["| outcome | classes | which |", "|---|---|---|", *lines, ""])
 
@@ -311,7 +315,8 @@ def main() -> None:
         outcomes[name] = checked(name, args.seconds)
         print(f"{name:38} {outcomes[name]['way']:13} {outcomes[name]['outcome']:10} {outcomes[name]['reason'][:300]}", flush=True)
     if args.write:
-        write(outcomes)
+        before = json.loads(RESULTS.read_text(encoding="utf-8"))["classes"] if args.classes else {}
+        write(dict(sorted({**before, **outcomes}.items())))
     for outcome in sorted({o["outcome"] for o in outcomes.values()}):
         print(outcome, sum(o["outcome"] == outcome for o in outcomes.values()))
 

@@ -179,7 +179,7 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, 
         (
             "Llama4ForCausalLM",
             {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
-            "sequences of 256 tokens .*--max-model-len of one chunk",
+            "sequences of 256 tokens .*--max-model-len 64",
         ),
     ],
 )

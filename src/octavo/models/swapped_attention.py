@@ -171,11 +171,29 @@ def causal_window(visible: Visible, max_length: int, device: torch.device) -> in
         expected = torch.zeros(min(position + 3, max_length), dtype=torch.bool, device=device)
         expected[first : position + 1] = True
         if not torch.equal(seen(position), expected):
+            chunk = _seen_from_all(visible, max_length, device)
+            hint = f" (up to {chunk} it is causal: --max-model-len {chunk})" if chunk > 1 and _causal(visible, chunk, device) else ""
             raise UnsupportedModel(
-                f"attention that is neither causal nor in a sliding window is not supported for sequences of {max_length} tokens "
-                "(where it is by chunks, --max-model-len of one chunk's length makes it causal)"
+                f"attention that is neither causal nor in a sliding window is not supported for sequences of {max_length} tokens{hint}"
             )
     return None if window >= max_length else window
+
+
+def _causal(visible: Visible, length: int, device: torch.device) -> bool:
+    try:
+        return causal_window(visible, length, device) is None
+    except UnsupportedModel:
+        return False
+
+
+def _seen_from_all(visible: Visible, length: int, device: torch.device) -> int:
+    """Up to which position the first key is seen: the length of a chunk, where there are chunks. Below `length`."""
+    first = torch.zeros(1, dtype=torch.long, device=device)
+    low, high = 0, length - 1  # seen from the one, and perhaps not from the other
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if bool(visible(torch.tensor(middle, device=device), first)) else (low, middle)
+    return high
 
 
 def _positions(last: int) -> Sequence[int]:
