@@ -5,6 +5,10 @@ The HTTP layer maps these to status codes, the CLI prints the message alone and 
 
 from __future__ import annotations
 
+import re
+
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
+
 
 class OctavoError(Exception):
     """Base of everything Octavo raises on purpose."""
@@ -59,3 +63,8 @@ def error_of(kind: str, message: str) -> OctavoError | None:
     """The error that another process raised, by the name of its class; None when that is not one of ours."""
     cls = globals().get(kind)
     return cls(message) if isinstance(cls, type) and issubclass(cls, OctavoError) else None
+
+
+def plain_text(message: str) -> str:
+    """What another library says, without codes for terminals: it may end in a log, a file or a JSON reply."""
+    return _TERMINAL_CODES.sub("", message)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from octavo import LLM, SamplingParams
+from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.models.fallback import TransformersModel
 from octavo.models.loader import load_model
@@ -37,7 +38,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "SeedOssForCausalLM": {"num_key_value_heads": 2, "head_dim": 8},
     "Exaone4ForCausalLM": {"num_key_value_heads": 2, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-}
+    # Each layer attends twice, or uses the keys and values of another.
+    "DiffLlamaForCausalLM": {"num_key_value_heads": 2},
+    "Gemma3nForCausalLM": {
+        "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 5, "laurel_rank": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 2,
+        "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
+    },
+    "Gemma4ForCausalLM": {
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
+    },
+    # The mask alone tells of chunks, which are longer than the longest sequence here.
+    "Llama4ForCausalLM": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
+    # Keys are wider than values.
+    "MiniCPM3ForCausalLM": {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    },
+    # Positions begin behind the number of the padding token.
+    "RobertaForCausalLM": {"is_decoder": True, "pad_token_id": 1, "bos_token_id": 0},
+    "XLMRobertaForCausalLM": {"is_decoder": True, "pad_token_id": 3, "bos_token_id": 0},
+    "BertLMHeadModel": {"is_decoder": True},
+    # Granite 4 without its state-space layers, with an infinity in its config.
+    "GraniteMoeHybridForCausalLM": {
+        "num_key_value_heads": 2, "layer_types": ["attention", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48,
+        "position_embedding_type": "rope", "mamba_n_heads": 4,
+    },
+}  # fmt: skip
+
+
+def through_transformers(folder: Path, **settings: Any) -> EngineConfig:
+    """Also what has code of our own."""
+    config = config_for(folder, **settings)
+    return replace(config, model=replace(config.model, implementation="transformers"))
 
 
 def save(folder: Path, name: str) -> Any:
@@ -53,7 +86,7 @@ def save(folder: Path, name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     reference = save(tmp_path, name)
-    model = load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(through_transformers(tmp_path, max_model_len=64), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert isinstance(model, TransformersModel)
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS])).logits[0]
@@ -68,9 +101,7 @@ def test_an_architecture_of_ours_can_be_run_so_too_with_logits_that_are_scaled_b
     torch.manual_seed(0)
     reference = transformers.GraniteForCausalLM(config).eval()
     reference.save_pretrained(tmp_path)
-    settings = config_for(tmp_path)
-    settings = replace(settings, model=replace(settings.model, implementation="transformers"))
-    model = load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert isinstance(model, TransformersModel)
     with torch.inference_mode():
         torch.testing.assert_close(run(model, IDS, [20, 10]), reference(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=1e-4)
@@ -102,7 +133,7 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="never runs code from a checkpoint"):
         refused(tmp_path, architectures=["NobodyForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_nobody.Nobody"})
     with pytest.raises(UnsupportedModel, match="swapped"):
-        refused(tmp_path, architectures=["BloomForCausalLM"])
+        refused(tmp_path, architectures=["XGLMForCausalLM"])
     with pytest.raises(CheckpointError, match=r"lacks.*layers\.2"):
         refused(tmp_path, num_hidden_layers=3)
 
@@ -124,7 +155,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path) -> None
         ("WhisperForConditionalGeneration", "causal language models"),
         ("LlavaForConditionalGeneration", "reads images"),
         ("BertModel", "it is none"),
-        ("BloomForCausalLM", "does not let its attention be swapped.*Octavo's own"),
+        ("XGLMForCausalLM", "does not let its attention be swapped.*Octavo's own"),
     ],
 )
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
@@ -138,8 +169,18 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("name", "more", "says"),
     [
-        ("DiffLlamaForCausalLM", {"num_key_value_heads": 2}, "attend more than once"),
         ("DogeForCausalLM", {"num_key_value_heads": 2}, "a mask of the model's own"),
+        ("BertLMHeadModel", {}, "not plainly causal"),
+        (
+            "Lfm2ForCausalLM",
+            {"num_key_value_heads": 2, "layer_types": ["full_attention", "conv"]},
+            "not all of its layers are attention layers",
+        ),
+        (
+            "Llama4ForCausalLM",
+            {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
+            "sequences of 256 tokens .*--max-model-len 64",
+        ),
     ],
 )
 def test_attention_that_ours_is_not_is_refused(tmp_path: Path, name: str, more: dict[str, Any], says: str, monkeypatch: Any) -> None:
@@ -149,11 +190,45 @@ def test_attention_that_ours_is_not_is_refused(tmp_path: Path, name: str, more: 
         load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
 
 
+def test_what_keeps_more_than_keys_and_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that looks at the token before, as convolutions do: its results step by step are not its own."""
+    save(tmp_path, "HeliumForCausalLM")
+    inner = transformers.models.helium.modeling_helium.HeliumMLP.forward
+
+    def mixing(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return inner(self, x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+    monkeypatch.setattr(transformers.models.helium.modeling_helium.HeliumMLP, "forward", mixing)
+    with pytest.raises(UnsupportedModel, match=r"step by step .*keeps more from token to token than keys and values"):
+        load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize("longest", [32, 64])
+def test_rotations_that_depend_on_the_length_are_those_of_the_longest_sequence(tmp_path: Path, longest: int) -> None:
+    """For short sequences too, where transformers would take others: keys of both would meet in the cache."""
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.0}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    config = transformers.SeedOssConfig(**SIZES, num_key_value_heads=2, head_dim=8, rope_parameters=rope)
+    torch.manual_seed(0)
+    transformers.SeedOssForCausalLM(config).save_pretrained(tmp_path)
+    if longest == 64:
+        factors = rope | {"short_factor": rope["long_factor"]}
+    else:
+        factors = rope
+    reference = transformers.SeedOssForCausalLM.from_pretrained(
+        tmp_path, config=transformers.SeedOssConfig(**SIZES, num_key_value_heads=2, head_dim=8, rope_parameters=factors)
+    )
+    model = load_model(through_transformers(tmp_path, max_model_len=longest), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(run(model, IDS, [20, 9, 1]), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_surplus_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, "SeedOssForCausalLM")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert any("have no place" in r.message and "layers.1" in r.message for r in caplog.records)
 
 

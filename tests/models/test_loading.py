@@ -403,10 +403,9 @@ def test_weights_in_pytorchs_own_format(tmp_path: Path, ops: str) -> None:
 @pytest.mark.parametrize(
     ("family", "more", "says"),
     [
-        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek_v3", {"n_group": 3}, "n_group"),
         ("deepseek_v3", {"n_group": 2, "topk_group": 3}, "topk_group"),
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmoe", {"clip_qkv": -8.0}, "clip_qkv"),
         ("llama", {"num_hidden_layers": 1_000_000_000}, "num_hidden_layers"),
     ],
 )

@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 
+from octavo import LLM, SamplingParams
+from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.models.program import compilable
 from octavo.models.registry import model_spec
 from tests.models.contiguous import ContiguousAttend, greedy, load, run
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import SIZES, save_tiny
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -35,6 +37,15 @@ BY_LAYER = {
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -77,10 +88,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {**WINDOWED, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3", {**WINDOWED, "query_pre_attn_scalar": 10, "rope_parameters": BY_LAYER}),
+    "gemma3-no-cap": ("gemma3", {**WINDOWED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "phi3": ("phi3", {"sliding_window": 6}),
     "phi3-longrope": ("phi3", {"rope_parameters": {"rope_theta": 100.0, **LONGROPE}}),
     "phi4-mini": ("phi3", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.75}}),
     "phi": ("phi", {}),
+    "phi-qk-norm": ("phi", {"qk_layernorm": True}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", WINDOWED),
     "granite": (
@@ -89,12 +102,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("starcoder2", {"sliding_window": 6}),
     "gpt2": ("gpt2", {"n_positions": 256}),
+    "gpt2-scale-by-layer": ("gpt2", {"n_positions": 256, "scale_attn_by_inverse_layer_idx": True}),
     "pythia": ("gpt_neox", {}),
     "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "falcon-7b": ("falcon", {"multi_query": True}),
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     "falcon-rw": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-rw-1b": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    "falcon-alibi": ("falcon", {"multi_query": True, "alibi": True, "num_attention_heads": 8, "hidden_size": 64}),
+    "bloom": ("bloom", {"n_head": 4}),
+    "bloom-six-heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "mpt-30b": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "attn_config": {"clip_qkv": 0.5}}),
     "stablelm": ("stablelm", {"use_qkv_bias": True}),
     "stablelm-12b": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
@@ -111,13 +131,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
     "qwen3-moe-windowed": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "olmoe-clip": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "clip_qkv": 0.4}),
     "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
     "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "deepseek-v3": ("deepseek_v3", LATENT),
+    "deepseek-v2-biases": ("deepseek_v2", {**LATENT, "attention_bias": True}),
+    "deepseek-v3-biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
+    "deepseek-v3-no-q-rank": ("deepseek_v3", {**LATENT, "attention_bias": True, "q_lora_rank": None}),
+    "deepseek-v3-halves": ("deepseek_v3", {**LATENT, "rope_interleave": False}),
     "deepseek-v3-yarn": (
         "deepseek_v3",
         {**LATENT, "rope_parameters": {"rope_theta": 1000.0, **YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
     ),
+    "glm4-moe": ("glm4_moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1}),
+    "glm4-moe-groups": ("glm4_moe", {**SIGMOID, "n_group": 2, "topk_group": 1}),
+    "dots1": ("dots1", {**SIGMOID, **WINDOWED, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}),
+    "seed-oss": ("seed_oss", {"attention_out_bias": False}),
+    "ernie4.5": ("ernie4_5", {"use_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention", "full_attention"]}),
+    "exaone4-32b": ("exaone4", {**WINDOWED, "sliding_window_pattern": 2}),
     "gpt-oss": (
         "gpt_oss",
         {
@@ -267,3 +300,92 @@ def test_wanted_tokens_are_the_same_as_among_all(tmp_path: Path, name: str, ops:
     for layer in range(model.spec.num_layers):
         for mine, theirs in zip(some.cache[layer], whole.cache[layer], strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, name: str) -> None:
+    """Published checkpoints of DeepSeek-V3 and GLM-4.5 have one behind the last."""
+    from safetensors.torch import load_file, save_file
+
+    family, overrides = CASES[name]
+    reference = save_tiny(tmp_path, family, **overrides)
+    tensors = load_file(str(tmp_path / "model.safetensors"))
+    guessing = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if n.startswith("model.layers.1.")}
+    guessing |= {f"model.layers.2.{n}.weight": torch.ones(32) for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+    save_file(tensors | guessing, str(tmp_path / "model.safetensors"))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\..* has no place"):
+        load(tmp_path, hf_config=config | {"num_nextn_predict_layers": 0})
+
+
+@pytest.mark.parametrize("name", ["falcon-rw-1b", "mpt-30b", "gpt2-scale-by-layer", "phi-qk-norm", "olmoe-clip"])
+def test_greedy_tokens_through_the_engine(tmp_path: Path, name: str) -> None:
+    """Over the paged cache of the device's own attention, in chunks, beside others."""
+    family, overrides = CASES[name]
+    reference = save_tiny(tmp_path, family, **overrides)
+    prompts = [IDS[:5], IDS, IDS[3:20]]
+    with LLM(
+        str(tmp_path), device="cpu", threads=1, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_batched_tokens=16,
+        max_num_seqs=4, kv_cache_dtype="float32", cpu_activations="float32",
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        )
+    for ids, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            out = reference.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
+def save_alias(folder: Path, model_type: str, **more: Any) -> Any:
+    """A model whose config class has another class of model, as transformers saves it."""
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | more))
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("exaone", {}),
+        ("internlm3", {}),
+        ("iquestcoder", {}),
+        ("gpt-sw3", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+        ("sarvam_mla", LATENT),
+    ],
+)
+def test_models_that_transformers_saves_under_the_name_of_another(tmp_path: Path, model_type: str, more: dict[str, Any]) -> None:
+    if model_type == "sarvam_mla":
+        more = more | {"head_dim": 4}
+    reference = save_alias(tmp_path, model_type, **more)
+    torch.testing.assert_close(run(load(tmp_path), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_exaone_as_it_is_published(tmp_path: Path) -> None:
+    """With its own class and its own names of sizes."""
+    reference = save_alias(tmp_path, "exaone")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for ours, theirs in (
+        ("num_hidden_layers", "num_layers"),
+        ("hidden_act", "activation_function"),
+        ("rms_norm_eps", "layer_norm_epsilon"),
+    ):
+        config[theirs] = config.pop(ours)
+    config["architectures"] = ["ExaoneForCausalLM"]
+    torch.testing.assert_close(run(load(tmp_path, hf_config=config), IDS), expected_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_what_our_code_does_not_do_may_run_through_transformers(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", hidden_act="tanh")
+    with pytest.raises(UnsupportedModel, match=r"hidden_act 'tanh' is not supported.*--model-impl transformers"):
+        load(tmp_path)
+    with LLM(str(tmp_path), device="cpu", model_impl="transformers", skip_tokenizer_init=True, num_gpu_blocks_override=16) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        found = llm.generate({"prompt_token_ids": IDS[:20]}, params)[0].outputs[0].token_ids
+    with torch.inference_mode():
+        out = reference.generate(torch.tensor([IDS[:20]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(found) == out[0, 20:].tolist()

@@ -65,6 +65,9 @@ def pooled(states: torch.Tensor, kind: str) -> torch.Tensor:
             return states.max(0).values
         case "mean_sqrt_len_tokens":
             return states.sum(0) / len(states) ** 0.5
+        case "weightedmean_tokens":
+            weights = torch.arange(1.0, len(states) + 1)
+            return (states * weights[:, None]).sum(0) / weights.sum()
     return states.mean(0)
 
 
@@ -85,7 +88,7 @@ def test_embeddings_equal_transformers(tmp_path: Path, architecture: str) -> Non
         np.testing.assert_allclose(alone, outputs[1].outputs.embedding, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["cls_token", "mean_tokens", "max_tokens", "lasttoken", "mean_sqrt_len_tokens"])
+@pytest.mark.parametrize("kind", ["cls_token", "mean_tokens", "max_tokens", "lasttoken", "mean_sqrt_len_tokens", "weightedmean_tokens"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_pooling_as_the_files_beside_the_model_say(tmp_path: Path, kind: str, normalize: bool) -> None:
     model = save_pooling(tmp_path, "BertModel")
@@ -96,6 +99,35 @@ def test_pooling_as_the_files_beside_the_model_say(tmp_path: Path, kind: str, no
         if normalize:
             expected = torch.nn.functional.normalize(expected, dim=0)
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            "pooling_mode_lasttoken": True,
+            "pooling_mode_mean_tokens": True,
+            "pooling_mode_cls_token": True,
+            "pooling_mode_max_tokens": False,
+        },
+        {"pooling_mode": ["cls", "mean", "lasttoken"]},
+        {"pooling_mode": ["lasttoken", "cls", "mean"]},
+    ],
+)
+def test_several_kinds_of_pooling_are_put_one_behind_the_other(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = save_pooling(tmp_path, "BertModel")
+    write_modules(tmp_path, "mean_tokens", normalize=True)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **config}))
+    with open_llm(tmp_path) as llm:
+        assert llm.ready_report.embedding_size == 96
+        output = llm.embed(TEXTS[0])[0]
+        states = hidden_states(model, output.prompt_token_ids)
+        # Flags have an order of their own, a list keeps its.
+        order = config.get("pooling_mode", ["cls", "mean", "lasttoken"])
+        parts = [pooled(states, {"cls": "cls_token", "mean": "mean_tokens"}.get(kind, kind)) for kind in order]
+        expected = torch.nn.functional.normalize(torch.cat(parts), dim=0)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-5, rtol=1e-4)
+        assert llm.encode(TEXTS[0], pooling_task="token_embed")[0].outputs.data.shape == (len(states), 32)
 
 
 def test_parameters_of_a_request(tmp_path: Path) -> None:
@@ -213,12 +245,27 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="encoder"):
         open_llm(tmp_path, runner="generate")
     write_modules(tmp_path, "mean_tokens", normalize=False)
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_weightedmean_tokens": True}))
-    with pytest.raises(UnsupportedModel, match="weightedmean"):
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_median_tokens": True}))
+    with pytest.raises(UnsupportedModel, match=r"must choose of .*weightedmean.*it chooses pooling_mode_median_tokens"):
+        open_llm(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "median"}))
+    with pytest.raises(UnsupportedModel, match=r"'median' is not supported.*weightedmean"):
         open_llm(tmp_path)
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../.."}]))
     with pytest.raises(CheckpointError, match="only folders inside"):
         open_llm(tmp_path)
+
+
+@pytest.mark.parametrize(("rows", "warns"), [(128, False), (277, False), (278, True), (4096, True)])
+def test_a_tokenizer_that_is_much_smaller_than_the_vocabulary_is_told_of(
+    tmp_path: Path, rows: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_pooling(tmp_path, "LlamaForCausalLM", num_key_value_heads=2, vocab_size=rows)
+    with open_llm(tmp_path, num_gpu_blocks_override=20) as llm:
+        llm.generate("a man", SamplingParams(max_tokens=2))
+    told = [r.getMessage() for r in caplog.records if "The tokenizer has" in r.getMessage()]
+    assert bool(told) == warns
+    assert not warns or f"The tokenizer has 21 tokens and {tmp_path} {rows} (vocab_size)" in told[0]
 
 
 def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -354,3 +401,39 @@ def test_relative_buckets_equal_mpnets() -> None:
     distance = torch.arange(-600, 601)
     for buckets in (32, 16):
         assert torch.equal(relative_buckets(distance, buckets), MPNetEncoder.relative_position_bucket(distance, buckets))
+
+
+def test_embedding_gemma_with_its_layers_behind_the_pooling(tmp_path: Path) -> None:
+    """Mean, a wide layer, a narrow one, length 1; windows to both sides."""
+    sizes = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}
+    model = save_pooling(tmp_path, "Gemma3TextModel", use_bidirectional_attention=True, **sizes)
+    write_modules(tmp_path, "mean_tokens", normalize=False, max_length=64)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    weights = (torch.randn(128, 32), torch.randn(32, 128))
+    for i, weight in enumerate(weights, 2):
+        modules.append({"idx": i, "name": str(i), "path": f"{i}_Dense", "type": "sentence_transformers.models.Dense"})
+        (tmp_path / f"{i}_Dense").mkdir()
+        config = {"in_features": weight.shape[1], "out_features": len(weight), "bias": False}
+        config["activation_function"] = "torch.nn.modules.linear.Identity"
+        (tmp_path / f"{i}_Dense" / "config.json").write_text(json.dumps(config))
+    save_file({"linear.weight": weights[0]}, str(tmp_path / "2_Dense" / "model.safetensors"))
+    torch.save({"linear.weight": weights[1]}, tmp_path / "3_Dense" / "pytorch_model.bin")
+    modules.append({"idx": 4, "name": "4", "path": "4_Normalize", "type": "sentence_transformers.models.Normalize"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with open_llm(tmp_path) as llm:
+        assert llm.ready_report.embedding_size == 32
+        for output in llm.embed(TEXTS):
+            states = hidden_states(model, output.prompt_token_ids)
+            expected = torch.nn.functional.normalize(weights[1] @ (weights[0] @ states.mean(0)), dim=0)
+            torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_decoder_whose_tokens_see_those_behind_them_does_not_generate(tmp_path: Path) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    model = save_pooling(tmp_path, "Gemma3ForCausalLM", use_bidirectional_attention=True, **sizes)
+    with pytest.raises(UnsupportedModel, match=r"use_bidirectional_attention.*--runner pooling"):
+        open_llm(tmp_path, num_gpu_blocks_override=20)
+    with open_llm(tmp_path, runner="pooling") as llm:
+        output = llm.embed(TEXTS[2])[0]
+    expected = hidden_states(model.model, output.prompt_token_ids)[-1]
+    torch.testing.assert_close(torch.tensor(output.outputs.embedding), torch.nn.functional.normalize(expected, dim=0), atol=1e-5, rtol=1e-4)

@@ -22,25 +22,32 @@ from octavo.config.types import (
 
 FAMILIES: dict[str, str] = {
     "arcee": "Arcee",
+    "bloom": "Bloom",
     "cohere": "Cohere",
     "cohere2": "Cohere2",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
+    "dots1": "Dots1",
+    "ernie4_5": "Ernie4_5",
+    "exaone4": "Exaone4",
     "falcon": "Falcon",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3": "Gemma3Text:Gemma3",
     "glm": "Glm",
     "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe",
     "gpt2": "GPT2:GPT2LMHead",
     "gpt_neox": "GPTNeoX",
     "gpt_oss": "GptOss",
     "granite": "Granite",
     "granitemoe": "GraniteMoe",
     "llama": "Llama",
+    "minimax_m2": "MiniMaxM2",
     "ministral": "Ministral",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "mpt": "Mpt",
     "nemotron": "Nemotron",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
@@ -51,6 +58,7 @@ FAMILIES: dict[str, str] = {
     "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
@@ -74,6 +82,8 @@ SIZES: dict[str, Any] = {
 
 
 _ABSENT = {
+    ("bloom", "head_dim"),
+    ("mpt", "head_dim"),
     ("falcon", "head_dim"),
     ("gpt2", "intermediate_size"),
     ("gpt2", "head_dim"),
@@ -90,7 +100,8 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> transformers.
     config_class = getattr(transformers, f"{config_name}Config")
     model_class = getattr(transformers, model_name + "Model" if model_name.endswith("Head") else f"{model_name or config_name}ForCausalLM")
     config = config_class(**{k: v for k, v in (SIZES | overrides).items() if (family, k) not in _ABSENT})
-    config._attn_implementation = "eager"
+    # The eager attention of transformers adds Falcon's linear biases twice.
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     torch.manual_seed(seed)
     model = model_class(config).eval()
     with torch.no_grad():
@@ -98,6 +109,9 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> transformers.
             if parameter.ndim == 1:
                 norm = "norm" in name or ".ln_" in name
                 parameter.normal_(1.0 if norm and not name.endswith("bias") else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 
 GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
@@ -182,6 +183,8 @@ def read_gguf(path: str) -> GgufFile:
 
 def _parse(cursor: _Cursor) -> GgufFile:
     cursor.need(4)
+    if cursor.data[:4] != b"GGUF" and (what := stand_in(cursor.path)) is not None:
+        raise CheckpointError(what)
     if cursor.data[:4] != b"GGUF":
         raise CheckpointError(f"{cursor.path}: not a GGUF file (it starts with {cursor.data[:4]!r}, not b'GGUF').")
     cursor.pos = 4

@@ -13,6 +13,7 @@ from typing import Any
 
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
+from octavo.checkpoint.stand_in import stand_in
 from octavo.checkpoint.text_part import text_part
 from octavo.checkpoint.types import Checkpoint
 from octavo.errors import CheckpointError, UnsupportedModel
@@ -46,6 +47,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e.strerror or e}.") from None
     except json.JSONDecodeError as e:
+        if (what := stand_in(path)) is not None:
+            raise CheckpointError(what) from None
         raise CheckpointError(f"{path} is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}.") from None
     except (UnicodeDecodeError, RecursionError):
         raise CheckpointError(f"{path} is not valid JSON text.") from None
@@ -73,7 +76,7 @@ def open_folder(folder: Path, name: str, overrides: Mapping[str, Any] | None, lo
         raise _not_a_model(folder, load_format)
     stored = read_json_object(folder / CONFIG)
     config = _checked_config(apply_overrides(stored | quantization_config(folder, stored), overrides), folder / CONFIG)
-    config = text_part(config, str(folder / CONFIG)) or config
+    config = text_part(config) or config
     generation = read_json_object(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
     weights = () if load_format == "dummy" else safetensors_files(folder)
     if not weights and ggufs and load_format == "auto":

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from octavo.checkpoint.gguf_config import POOLING_TYPES
 from octavo.checkpoint.local import read_json_object
 from octavo.checkpoint.types import Checkpoint
-from octavo.config.types import DenseLayer, PoolingConfig
+from octavo.config.types import DenseLayer, PoolingConfig, PoolingKind
 from octavo.errors import CheckpointError, UnsupportedModel
 
 _ENCODERS: Final = re.compile(
@@ -20,14 +20,18 @@ _ENCODERS: Final = re.compile(
     r"(Model|ForMaskedLM|ForSequenceClassification)"
 )
 _CLASSIFIER: Final = "ForSequenceClassification"
-_KINDS: Final[dict[str, Literal["cls", "mean", "last", "max", "mean_sqrt"]]] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt",
-    "pooling_mode_lasttoken": "last",
+_MODES: Final[Mapping[str, PoolingKind]] = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
 }
-_MODES: Final = {"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean_sqrt", "lasttoken": "last"}
+"""sentence-transformers' names, in the order in which its older versions put several one behind the other."""
+_FLAGS: Final = {f"pooling_mode_{'cls_token' if mode == 'cls' else mode}": mode for mode in _MODES} | {
+    f"pooling_mode_{mode}_tokens": mode for mode in ("max", "mean", "weightedmean")
+}
 _ACTIVATIONS: Final[dict[str, Literal["tanh", "identity", "relu", "gelu", "silu"]]] = {
     "Tanh": "tanh",
     "Identity": "identity",
@@ -69,7 +73,7 @@ def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | N
         return PoolingSettings(_classifier(config, encoder), _positions(config, encoder))
     if modules is None:
         kind: Any = stated or ("mean" if encoder else "last")
-        return PoolingSettings(PoolingConfig(kind, normalize=True), _positions(config, encoder))
+        return PoolingSettings(PoolingConfig((kind,), normalize=True), _positions(config, encoder))
     return _sentence_transformer(checkpoint.folder, modules, _positions(config, encoder))
 
 
@@ -94,25 +98,25 @@ def _modules(folder: Path) -> list[Any] | None:
 
 
 def _sentence_transformer(folder: Path, modules: list[Any], positions: int | None) -> PoolingSettings:
-    kind: Any = "mean"
+    kinds: tuple[PoolingKind, ...] = ("mean",)
     normalize, dense = False, []
     for module in modules:
         name = module["type"].rpartition(".")[2]
         where = _inside(folder, str(module.get("path", "")))
         if name == "Pooling":
-            kind = _pooling_kind(where / "config.json")
+            kinds = _pooling_kinds(where / "config.json")
         elif name == "Normalize":
             normalize = True
         elif name == "Dense":
             dense.append(_dense(where))
-        elif name != "Transformer":
+        elif name not in ("Transformer", "Dropout"):
             raise UnsupportedModel(f"{folder / 'modules.json'}: the module {name} is not supported. Supported: Pooling, Dense, Normalize.")
     sizes = read_json_object(folder / "sentence_bert_config.json") if (folder / "sentence_bert_config.json").is_file() else {}
     length = sizes.get("max_seq_length")
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise CheckpointError(f"{folder / 'sentence_bert_config.json'}: max_seq_length must be a whole number from 1, got {length!r}.")
     lengths = [n for n in (length, positions) if n is not None]
-    return PoolingSettings(PoolingConfig(kind, normalize, tuple(dense)), min(lengths, default=None))
+    return PoolingSettings(PoolingConfig(kinds, normalize, tuple(dense)), min(lengths, default=None))
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -122,16 +126,18 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _pooling_kind(path: Path) -> str:
+def _pooling_kinds(path: Path) -> tuple[PoolingKind, ...]:
     config = read_json_object(path)
     if (mode := config.get("pooling_mode")) is not None:
-        if mode not in _MODES:
-            raise UnsupportedModel(f"{path}: pooling_mode {mode!r} is not supported. Supported: {', '.join(_MODES)}.")
-        return _MODES[mode]
-    chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    if len(chosen) != 1 or chosen[0] not in _KINDS:
-        raise UnsupportedModel(f"{path} must choose exactly one of {', '.join(_KINDS)}; it chooses {', '.join(chosen) or 'none'}.")
-    return _KINDS[chosen[0]]
+        chosen = [mode] if isinstance(mode, str) else mode
+        if not isinstance(chosen, list) or not chosen or not all(isinstance(one, str) and one in _MODES for one in chosen):
+            raise UnsupportedModel(f"{path}: pooling_mode {mode!r} is not supported. Supported: {', '.join(_MODES)}, and lists of them.")
+        return tuple(_MODES[one] for one in chosen)
+    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    if not set(flags) <= set(_FLAGS):
+        raise UnsupportedModel(f"{path} must choose of {', '.join(_FLAGS)}; it chooses {', '.join(flags)}.")
+    named = {_FLAGS[key] for key in flags} or {"mean"}
+    return tuple(kind for mode, kind in _MODES.items() if mode in named)
 
 
 def _dense(folder: Path) -> DenseLayer:
@@ -139,9 +145,9 @@ def _dense(folder: Path) -> DenseLayer:
     name = activation.rpartition(".")[2]
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(f"{folder / 'config.json'}: activation {name} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has no model.safetensors for its Dense layer.")
+    file = next((f for name in ("model.safetensors", "pytorch_model.bin") if (f := folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has no model.safetensors or pytorch_model.bin for its Dense layer.")
     return DenseLayer(str(file), _ACTIVATIONS[name])
 
 
@@ -164,7 +170,7 @@ def _classifier(config: Mapping[str, Any], encoder: bool) -> PoolingConfig:
     pooled: Literal["cls", "last", "mean"] = "cls" if encoder else "last"
     if encoder and config.get("classifier_pooling") == "mean":
         pooled = "mean"
-    return PoolingConfig(pooled, normalize=False, labels=names, activation=kind)
+    return PoolingConfig((pooled,), normalize=False, labels=names, activation=kind)
 
 
 def _positions(config: Mapping[str, Any], encoder: bool) -> int | None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from octavo.errors import UnsupportedModel
-
-PREFIXES: Final = ("language_model.", "model.language_model.")
+PREFIXES: Final = ("language_model.", "model.language_model.", "model.text_model.")
 """What older and newer checkpoints put in front of the names of its tensors."""
-IGNORED: Final = r"^(model\.)?(vision_tower|vision_model|vision_encoder|multi_modal_projector|embed_vision)\."
+IGNORED: Final = (
+    r"^(model\.)?(vision_tower|vision_model|vision_encoder|multi_modal_projector|embed_vision|visual|connector|audio_tower|embed_audio"
+    r"|image_newline$)(\.|$)"
+)
 """Regular expression of the others."""
 ORIGIN: Final = "text_part_of"
 """Entry of the config that says which class it was taken out of."""
+WHOLE: Final = "whole_config"
+"""Entry of the config with that of the whole, for who builds the whole."""
 _GEMMA3: Final[Mapping[str, Any]] = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -44,27 +47,34 @@ _LANGUAGE_MODELS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
                                    "num_attention_heads": 32}),
     "qwen2": ("Qwen2ForCausalLM", {"vocab_size": 151_936}),
     "qwen3": ("Qwen3ForCausalLM", {"vocab_size": 151_936}),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", {"vocab_size": 152_064}),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", {"vocab_size": 152_064}),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", {"vocab_size": 151_936}),
 }  # fmt: skip
-"""By `model_type` of the text config: the class that it is alone, and transformers' defaults."""
+"""By `model_type` of the text config: the class that it is alone, and transformers' defaults. Rotations by time, height and width (Qwen's)
+are the usual one where all three are the same, as they are for text."""
+_FLAT: Final[Mapping[str, str]] = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""`model_type`s whose first checkpoints had the language model's entries at the top."""
 
 
-def text_part(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any] | None:
-    """The config of the language model in `config`; None: `config` is not of a model that reads images.
+def reads_more_than_text(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a language model among other parts."""
+    older = config.get("model_type") in _FLAT and config.get("vision_config") is not None
+    return isinstance(config.get("text_config"), Mapping) or older
 
-    Raises:
-        UnsupportedModel: it is, and its language model is of a kind that is not known.
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model in `config`; None: `config` is of a language model alone, or of none.
+
+    Where the language model has no code of ours, it keeps the name of the whole: `transformers` may be able to run that for text.
     """
-    text, name = config.get("text_config"), str(config["architectures"][0])
-    if "vision_config" not in config or not name.endswith("ForConditionalGeneration"):
+    if not reads_more_than_text(config):
         return None
-    kind = str(text.get("model_type")) if isinstance(text, Mapping) else ""
-    if not isinstance(text, Mapping) or kind not in _LANGUAGE_MODELS:
-        raise UnsupportedModel(
-            f"{where}: {name} reads images, and its language model ({kind!r}) has no code in Octavo. Of models that read images, the language "
-            f"model is served where its text_config is of {', '.join(_LANGUAGE_MODELS)}."
-        )
-    architecture, defaults = _LANGUAGE_MODELS[kind]
+    text, name = config.get("text_config"), str(config["architectures"][0])
+    if not isinstance(text, Mapping):
+        text = {"model_type": _FLAT[str(config["model_type"])]}
+    architecture, defaults = _LANGUAGE_MODELS.get(str(text.get("model_type")), (name, {}))
     outer = {key: value for key, value in config.items() if not key.endswith("_config") or key == "quantization_config"}
     # Whether the head is the embedding is for the whole to say, where it does.
     inner = {key: value for key, value in text.items() if value is not None and (key != "tie_word_embeddings" or key not in outer)}
-    return {**defaults, **outer, **inner, "architectures": [architecture], ORIGIN: name}
+    return {**defaults, **outer, **inner, "architectures": [architecture], ORIGIN: name, WHOLE: dict(config)}

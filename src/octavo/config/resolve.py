@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -72,6 +73,8 @@ _FOREIGN_ATTENTION = frozenset(
 MAX_CPU_RANKS = 64
 MAX_LENGTH = 2**31 - 1
 _BIG_GPU = 70 * 2**30
+_BEHIND_PADDING = re.compile(r"^(XLMRoberta|Roberta|Camembert|Data2VecText|Xmod).*(ForCausalLM)$")
+"""Their positions begin behind the number of the padding token, in a table of `max_position_embeddings` rows."""
 _MAX_LEN_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_sequence_length")
 
 
@@ -239,6 +242,9 @@ def _context_limit(hf_config: Mapping[str, Any], name: str) -> int:
     limit = next((hf_config[k] for k in _MAX_LEN_KEYS if hf_config.get(k) is not None), 2048)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise CheckpointError(f"{name}: its config has an unusable context length ({limit!r}).")
+    if _BEHIND_PADDING.search(str((hf_config.get("architectures") or [""])[0])):
+        padding = hf_config.get("pad_token_id", 1)
+        limit = max(1, limit - (padding if isinstance(padding, int) else 1) - 1)
     scaling = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointError(f"{name}: its config has an unusable rope_scaling ({scaling!r}).")

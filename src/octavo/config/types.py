@@ -45,11 +45,16 @@ class DenseLayer:
     activation: Literal["tanh", "identity", "relu", "gelu", "silu"]
 
 
+PoolingKind = Literal["cls", "max", "mean", "mean_sqrt", "weighted_mean", "last"]
+"""Weighted: a token counts as much as its place in the prompt, from 1 on (SGPT, Muennighoff 2022)."""
+
+
 @dataclass(frozen=True)
 class PoolingConfig:
     """How the hidden states of a prompt become one vector."""
 
-    kind: Literal["cls", "mean", "last", "max", "mean_sqrt"]
+    kinds: tuple[PoolingKind, ...]
+    """Vectors of several are put one behind the other."""
     normalize: bool
     """Embeddings of length 1, unless a request asks otherwise."""
     dense: tuple[DenseLayer, ...] = ()

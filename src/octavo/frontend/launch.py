@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MOST_SURPLUS_TOKENS = 256
 """Fine-tunes add a few tokens that the weights do not have; a prompt that holds one is refused. More is another model's tokenizer."""
+LEAST_MISSING_TOKENS = 256
+"""Weights have more rows than there are tokens, to make up a round number: that many more at the most, or a tenth."""
 
 
 @dataclass(frozen=True)
@@ -132,5 +134,14 @@ def open_tokenizer(launch: Launch) -> Tokenizer | None:
         raise CheckpointError(
             f"The tokenizer has {beyond} tokens that {model.name} (vocab_size {model.vocab_size}) does not have: the two do not belong "
             "together. Give the right one with --tokenizer."
+        )
+    missing = model.vocab_size - tokenizer.vocab_size
+    if missing > max(LEAST_MISSING_TOKENS, model.vocab_size // 10):
+        logger.warning(
+            "The tokenizer has %d tokens and %s %d (vocab_size): what it writes with the others cannot be read. If the two do not belong "
+            "together, give the right tokenizer with --tokenizer.",
+            tokenizer.vocab_size,
+            model.name,
+            model.vocab_size,
         )
     return tokenizer

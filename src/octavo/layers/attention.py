@@ -7,6 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from octavo.layers.alibi import with_positions
 from octavo.layers.linear import Linear
 from octavo.layers.rope import Rotation
 from octavo.ops.program import AttendLayer
@@ -38,16 +39,20 @@ class WideQkNorm:
     whole: bool
     """Over all heads at once, also those of other ranks."""
     group: TensorGroup = ALONE
+    q_bias: torch.Tensor | None = None
+    """As q."""
+    k_bias: torch.Tensor | None = None
 
     def apply(self, qkv: torch.Tensor, heads: int, kv_heads: int) -> None:
         """Norm the q and k in qkv [tokens, heads + 2 * kv_heads, head_dim], in place."""
-        for first, last, weight in ((0, heads, self.q), (heads, heads + kv_heads, self.k)):
+        for first, last, weight, bias in ((0, heads, self.q, self.q_bias), (heads, heads + kv_heads, self.k, self.k_bias)):
             part = qkv[:, first:last]
             wide = (part.flatten(1) if self.whole else part).float()
             if self.kind == "layer":
                 wide = wide - self._mean(wide)
             wide = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
-            part.copy_((wide.to(qkv.dtype) * weight).view_as(part))
+            normed = wide.to(qkv.dtype) * weight
+            part.copy_((normed if bias is None else normed + bias).view_as(part))
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """Over the last dimension. Ranks have equally many heads (the same ones, where there are fewer than ranks): a mean of means."""
@@ -104,11 +109,16 @@ class Attention:
         out: Linear,
         qk_norm: QkNorm | WideQkNorm | None,
         ops: Ops,
+        *,
+        clip: float | None = None,
+        alibi: tuple[torch.Tensor, float] | None = None,
     ) -> None:
         """
         Args:
             qkv: hidden -> (num_heads + 2 * num_kv_heads) * head_dim: all of q, then k, then v.
             out: num_heads * head_dim -> hidden.
+            clip: see `ModelSpec.clip_qkv`; no norm of single heads goes with it.
+            alibi: the slopes [heads], and what the attention multiplies scores with.
         """
         self.layer = layer
         self.num_heads = num_heads
@@ -118,6 +128,8 @@ class Attention:
         self.out = out
         self.qk_norm = qk_norm
         self._ops = ops
+        self._clip = clip
+        self._alibi = alibi
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AttendLayer, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """
@@ -134,6 +146,11 @@ class Attention:
         if isinstance(qk_norm, WideQkNorm):
             qk_norm.apply(projected.view(x.shape[0], -1, self.head_dim), self.num_heads, self.num_kv_heads)
             qk_norm = None
+        if self._clip is not None:
+            projected = projected.clamp(-self._clip, self._clip)
+        if self._alibi is not None:
+            attended = self._attend(projected, rotation, qk_norm, attend)
+            return self.out(attended if wanted is None else attended.index_select(0, wanted))
         if wanted is not None and isinstance(attend, WantedAttend) and attend.can_select:
             return self.out(attend.attend_wanted(self.layer, projected, rotation, qk_norm, wanted))
         if isinstance(attend, FusedAttend):
@@ -153,4 +170,7 @@ class Attention:
         else:
             q = ops.rope(ops.rms_norm(qkv[:, :heads], qk_norm.q, qk_norm.eps), cos_sin)
             k = ops.rope(ops.rms_norm(qkv[:, heads : heads + kv_heads], qk_norm.k, qk_norm.eps), cos_sin)
-        return attend(self.layer, q, k, qkv[:, heads + kv_heads :]).reshape(tokens, heads * self.head_dim)
+        v = qkv[:, heads + kv_heads :]
+        if self._alibi is not None:
+            q, k, v = with_positions(q, k, v, rotation.positions, *self._alibi)
+        return attend(self.layer, q, k, v)[..., : self.head_dim].reshape(tokens, heads * self.head_dim)

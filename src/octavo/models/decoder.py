@@ -151,6 +151,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._dtype))
         self._positions = weights.tensors.get("positions")
         self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head and shard.last else None
+        self._embedding_norm = _norm("embed_norm", spec, weights, ops)
         self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
         parts = _Parts(share, weights, ops, group, shard)
         self._layers = tuple(_layer(i, parts) for i in layers)
@@ -191,6 +192,8 @@ class Decoder:
         residual = self._embed(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
+        if self._embedding_norm is not None:
+            residual = self._embedding_norm(residual)
         if self._positions is not None:
             residual = residual + self._positions[positions]
         return residual
@@ -275,7 +278,9 @@ def _qk_norm(prefix: str, parts: _Parts) -> QkNorm | WideQkNorm | None:
         return None
     if spec.norm == "rms" and spec.qk_norm_scope == "head":
         return QkNorm(q, k, spec.norm_eps)
-    return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=spec.qk_norm_scope == "all", group=parts.group)
+    q_bias, k_bias = tensors.get(prefix + "q_norm.bias"), tensors.get(prefix + "k_norm.bias")
+    whole = spec.qk_norm_scope == "all"
+    return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=whole, group=parts.group, q_bias=q_bias, k_bias=k_bias)
 
 
 def _with_sinks(layers: tuple[LayerSpec, ...], weights: Weights) -> tuple[LayerSpec, ...]:
@@ -292,8 +297,22 @@ def _attention(index: int, parts: _Parts) -> Attention | LatentAttention:
 
     here = index - parts.shard.layers(spec.num_layers).start
     if (latent := spec.latent) is None:
-        qk_norm = _qk_norm(prefix, parts)
-        return Attention(here, spec.num_heads, spec.num_kv_heads, spec.head_dim, linear("qkv"), linear("attention_out"), qk_norm, ops)
+        out, alibi = linear("attention_out"), None
+        if spec.alibi_slopes:
+            device = next(iter(weights.tensors.values())).device
+            alibi = torch.tensor(spec.alibi_slopes, device=device), spec.layer_specs[index].scale
+        return Attention(
+            here,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            linear("qkv"),
+            out,
+            _qk_norm(prefix, parts),
+            ops,
+            clip=spec.clip_qkv,
+            alibi=alibi,
+        )
 
     def norm(name: str) -> RmsNorm:
         return RmsNorm(weights.tensors[prefix + name], spec.norm_eps, ops)

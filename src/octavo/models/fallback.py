@@ -10,30 +10,31 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from octavo.attention.base import Attend, KvScales, LayerSpec
-from octavo.attention.prompt import PromptAttention
+from octavo.checkpoint import text_part
+from octavo.checkpoint.stand_in import stand_in
 from octavo.config.types import EngineConfig
-from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModel, plain_text
 from octavo.layers.rope import RopeSpec
 from octavo.models.encoder_families import ENCODERS
 from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
+from octavo.models.swapped_attention import NAME, Calls, Growing, Recorder, register
 from octavo.ops.packed import added_up, stored_as
 
 logger = logging.getLogger(__name__)
 
-_NAME = "octavo"
-"""Of our attention, among those that transformers knows."""
-TRIAL = (1, 2, 3, 4, 5)
-"""Token ids of the trial run."""
+TRIAL = (9, 1, 1, 5)
+"""Tokens of the steps that a trial sequence is computed in, to be compared with the whole."""
+_NEAR = {torch.float32: 0.01, torch.float16: 0.15, torch.bfloat16: 0.15}
+"""How far from each other results may be that differ by rounding alone, relative to their size."""
 
 
 def load_fallback(config: EngineConfig, device: torch.device, check_size: Callable[[int], None]) -> TransformersModel:
@@ -47,11 +48,25 @@ def load_fallback(config: EngineConfig, device: torch.device, check_size: Callab
             language model.
         CheckpointError: the weights do not fit their config.
     """
-    model = _build(config, check_size).to(device).eval()
+    name = config.model.architecture
+    model = _language_model(_build(config, check_size)).to(device).eval()
     try:
-        return TransformersModel(model, config.model.architecture, device)
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as e:
-        raise UnsupportedModel(f"{config.model.architecture} does not run with swapped attention ({type(e).__name__}: {e}).") from e
+        swapped = TransformersModel(model, name, device, max_length=config.model.max_model_len)
+        swapped.compare_with_own_attention()
+        swapped.drop_other_parts()
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as e:
+        raise UnsupportedModel(
+            f"{name} cannot run through transformers: it does not run with its attention swapped ({type(e).__name__}: {first_line(e)})."
+        ) from e
+    except UnsupportedModel as e:
+        raise UnsupportedModel(f"{name} cannot run through transformers: {e}.") from None
+    return swapped
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error of another library says, in plain characters; the second too, where the first announces it."""
+    first, _, rest = plain_text(str(error)).strip().partition("\n")
+    return f"{first} {rest.strip().partition(chr(10))[0].strip()}" if first.endswith(":") and rest.strip() else first
 
 
 def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
@@ -60,7 +75,8 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
     Raises:
         UnsupportedModel, CheckpointError: see `load_fallback`.
     """
-    name = config.model.architecture
+    hf_config = config.model.hf_config
+    name = str(hf_config.get(text_part.ORIGIN, config.model.architecture))
     try:
         import transformers
     except ImportError:
@@ -80,33 +96,37 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
             f"{name} is known neither to Octavo nor to the installed transformers {transformers.__version__}.{_own_code(config)}{meant} Octavo's own: "
             f"{', '.join(supported_architectures())}."
         )
-    _check_kind(name)
+    _check_kind(name, inside=text_part.ORIGIN in hf_config)
     if not getattr(cls, "_supports_attention_backend", False):
+        why = "its implementation there does not let its attention be swapped"
+        if getattr(cls, "_is_stateful", False):
+            why = "it keeps a state from token to token (Mamba, linear attention, convolutions), for which Octavo has no cache"
         raise UnsupportedModel(
-            f"{name} has no code in Octavo, and cannot run through transformers either: its implementation there does not let its attention be "
-            f"swapped. Octavo's own: {', '.join(supported_architectures())}."
+            f"{name} has no code in Octavo, and cannot run through transformers either: {why}. Octavo's own: "
+            f"{', '.join(supported_architectures())}."
         )
-    _register(transformers)
+    register()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    made = cls.config_class.from_dict(dict(config.model.hf_config))
     try:
+        made = cls.config_class.from_dict(_numbers(dict(hf_config.get(text_part.WHOLE, hf_config))))
         with torch.device("meta"):
             parameters = cls(made).parameters()
         check_size(sum(p.numel() for p in parameters) * dtype.itemsize)
         if config.model.load_format == "dummy":
             torch.manual_seed(config.model.seed)
-            made._attn_implementation = _NAME
+            made._attn_implementation = NAME
             return cls(made).to(dtype)
         with _quiet(transformers):
             model, report = cls.from_pretrained(
-                config.model.path, config=made, dtype=dtype, attn_implementation=_NAME, local_files_only=True, output_loading_info=True
+                config.model.path, config=made, dtype=dtype, attn_implementation=NAME, local_files_only=True, output_loading_info=True
             )
     except ConfigError:
         raise
     except Exception as e:  # whatever its readers of files, old and new, find wrong
-        raise CheckpointError(
-            f"{config.model.path}: transformers cannot load it: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
-        ) from None
+        files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
+        instead = next((what for file in files if (what := stand_in(file)) is not None), None)
+        what = instead or f"{config.model.path}: transformers cannot load it: {first_line(e) or type(e).__name__}"
+        raise CheckpointError(what) from None
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
     if surplus := sorted(report["unexpected_keys"]):
@@ -115,14 +135,26 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
     return model
 
 
+def _numbers(value: Any) -> Any:
+    """A config as transformers has it in memory: infinity, which JSON lacks, is written as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(str(value["__float__"]))
+        return {key: _numbers(one) for key, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
+
+
 def _own_code(config: EngineConfig) -> str:
     if "auto_map" not in config.model.hf_config:
         return ""
     return " It needs code from its repository, and Octavo never runs code from a checkpoint."
 
 
-def _check_kind(name: str) -> None:
+def _check_kind(name: str, *, inside: bool) -> None:
     """Refuse what is no causal language model.
+
+    Args:
+        inside: it is said to have one inside, beside what reads images or sounds.
 
     Raises:
         UnsupportedModel: it reads images or sounds, has an encoder in front of its decoder, or makes no text.
@@ -131,10 +163,13 @@ def _check_kind(name: str) -> None:
 
     if name in set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return
+    seq2seq = set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
+    if inside and name in set(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - seq2seq:
+        return
     kinds = (
-        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "reads images"),
         (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "has an encoder in front of its decoder"),
         (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "reads sounds"),
+        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "reads images, and its config shows no language model of its own (text_config)"),
     )
     why = next((says for names, says in kinds if name in set(names.values())), "is none")
     raise UnsupportedModel(
@@ -153,67 +188,6 @@ def _quiet(transformers: Any) -> Any:
         transformers.utils.logging.enable_progress_bar()
 
 
-def _register(transformers: Any) -> None:
-    """Make our attention known. Doing it again changes nothing: the functions hold no state."""
-    from transformers.masking_utils import AttentionMaskInterface
-
-    transformers.AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Who sees whom is the `Attend`'s to know."""
-
-
-def _attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer.
-
-    Args:
-        query: [1, heads, tokens, head_dim]; key, value: [1, kv_heads, tokens, head_dim].
-
-    Returns:
-        [1, tokens, heads, head_dim]
-    """
-    attend: Any = kwargs["octavo_attend"]
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    if isinstance(attend, _Recorder):
-        attend.record(module, q, k, v, attention_mask, kwargs)
-        return attend.run(module.layer_idx, q, k, v).unsqueeze(0), None
-    return attend(module.layer_idx, q.contiguous(), k.contiguous(), v.contiguous()).unsqueeze(0), None
-
-
-@dataclass
-class _Recorder:
-    """Notes what each layer's attention is like, and computes it without a cache."""
-
-    layers: dict[int, LayerSpec] = field(default_factory=dict)
-    calls: Counter[int] = field(default_factory=Counter)
-
-    def record(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, given: Mapping[str, Any]) -> None:
-        self.calls[module.layer_idx] += 1
-        if mask is not None:
-            raise UnsupportedModel("attention with a mask of the model's own is not supported")
-        if v.shape[-1] != k.shape[-1]:
-            raise UnsupportedModel("keys and values of different sizes are not supported")
-        if not getattr(module, "is_causal", True) or given.get("position_bias") is not None:
-            raise UnsupportedModel("attention that is not plainly causal is not supported")
-        scale, sinks = given.get("scaling"), given.get("s_aux")
-        self.layers[module.layer_idx] = LayerSpec(
-            num_heads=q.shape[1],
-            num_kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            scale=q.shape[2] ** -0.5 if scale is None else float(scale),
-            sliding_window=given.get("sliding_window"),
-            soft_cap=given.get("softcap"),
-            sinks=None if sinks is None else tuple(sinks.float().tolist()),
-        )
-
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return PromptAttention([self.layers[layer]], [q.shape[0]], q.device, causal=True)(0, q, k, v)
-
-
 class TransformersModel:
     """Implements `models.decoder.Model`. Holds weights and no state: the KV cache is behind `attend`."""
 
@@ -221,33 +195,72 @@ class TransformersModel:
     makes_logits = True
     kv_scales: Mapping[int, KvScales] = MappingProxyType({})
 
-    def __init__(self, model: Any, architecture: str, device: torch.device) -> None:
+    def __init__(self, model: Any, architecture: str, device: torch.device, *, max_length: int) -> None:
         """
+        Args:
+            max_length: the longest sequence served.
+
         Raises:
             UnsupportedModel: a layer's attention is of a kind that ours is not.
         """
-        self._model = model
+        self._model: Any = model
         self._device = device
-        recorder = _Recorder()
-        ids = torch.tensor(TRIAL, device=device)
-        hidden = self._hidden(ids, torch.arange(len(TRIAL), device=device), recorder)
-        if sorted(recorder.layers) != list(range(len(recorder.layers))) or not recorder.layers:
-            raise UnsupportedModel(f"{architecture}: not all of its layers are attention layers.")
-        if max(recorder.calls.values()) > 1:
-            raise UnsupportedModel(f"{architecture}: its layers attend more than once each, which a cache for one does not hold.")
-        self.layer_specs = tuple(recorder.layers[i] for i in range(len(recorder.layers)))
+        self._body = _body(model)
+        text = model.config.get_text_config()
+        fix_rotations(model, max_length, device)
+        self._first_position = _first_position(model)
         vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.spec = _spec(model.config.get_text_config(), architecture, self.layer_specs, hidden.shape[-1], vocab_size)
-        self.weights_kinds = added_up(stored_as(p) for p in {p.data_ptr(): p for p in model.parameters()}.values())
+        self._trial = torch.tensor(_trial_tokens(model.config, vocab_size), device=device)
+        recorder = Recorder(max_length)
+        hidden = self._hidden(self._trial, torch.arange(len(self._trial), device=device), recorder)
+        self.layer_specs = tuple(recorder.layers)
+        if len(self.layer_specs) < int(getattr(text, "num_hidden_layers", 1)):
+            raise UnsupportedModel("not all of its layers are attention layers, and what the others keep has no place in the cache")
+        self.spec = _spec(text, architecture, self.layer_specs, hidden.shape[-1], vocab_size)
+        self._head = model.get_output_embeddings() if self._is_all_head(hidden) else None
+        self.weights_kinds = _stored_in(model)
         self.weights_bytes = sum(self.weights_kinds.values())
-        self._head = model.get_output_embeddings() if self._is_all_head(ids, hidden, recorder) else None
 
     @torch.inference_mode()
-    def _is_all_head(self, ids: torch.Tensor, hidden: torch.Tensor, attend: Any) -> bool:
+    def _is_all_head(self, hidden: torch.Tensor) -> bool:
         """Whether logits are the head of hidden states. Some models scale or cap them behind it: then what passes for hidden states
         are the logits themselves."""
-        logits = self._logits(ids, torch.arange(len(ids), device=ids.device), attend)
-        return torch.allclose(self._model.get_output_embeddings()(hidden), logits, atol=1e-3)
+        positions = torch.arange(len(self._trial), device=self._device)
+        logits = self._logits(self._trial, positions, Growing(self.layer_specs))
+        return _apart(self._model.get_output_embeddings()(hidden), logits) < 1e-3
+
+    @torch.inference_mode()
+    def compare_with_own_attention(self) -> None:
+        """Compute a sequence with the model's own attention, whole, and with ours, step by step.
+
+        Raises:
+            UnsupportedModel: the results differ: what the model keeps from token to token is not keys and values alone.
+        """
+        self._model.set_attn_implementation("eager")
+        try:
+            expected: torch.Tensor = self._model(input_ids=self._trial[None], use_cache=False).logits[0]
+        finally:
+            self._model.set_attn_implementation(NAME)
+        attend, rows, start = Growing(self.layer_specs), [], 0
+        for size in TRIAL:
+            positions = torch.arange(start, start + size, device=self._device)
+            rows.append(self.logits(self.forward(self._trial[start : start + size], positions, attend)))
+            start += size
+        dtype = next(self._model.parameters()).dtype
+        distance = _apart(torch.cat(rows)[TRIAL[0] :], expected[TRIAL[0] :], typical=dtype != torch.float32)
+        if not distance < _NEAR.get(dtype, 0.15):
+            raise UnsupportedModel(
+                f"computed step by step with the attention swapped, its results are not its own (off by {distance:.0%}): it keeps more from "
+                "token to token than keys and values, or does not compute in float32 what needs it"
+            )
+
+    def drop_other_parts(self) -> None:
+        """Let go of what reads images or sounds, where the rest needs nothing but its body and its head."""
+        if self._head is None:
+            return
+        self._model = None
+        self.weights_kinds = _stored_in(self._body, self._head)
+        self.weights_bytes = sum(self.weights_kinds.values())
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -268,26 +281,90 @@ class TransformersModel:
         return out
 
     @torch.inference_mode()
-    def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+    def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | Recorder) -> torch.Tensor:
         """[tokens, hidden], after the final norm."""
-        out = self._model.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, octavo_attend=attend)
-        hidden: torch.Tensor = out.last_hidden_state[0]
+        hidden: torch.Tensor = self._run(self._body, token_ids, positions, attend).last_hidden_state[0]
         return hidden
 
     @torch.inference_mode()
-    def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+    def _logits(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """[tokens, vocab]"""
-        out = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, octavo_attend=attend)
-        logits: torch.Tensor = out.logits[0]
+        logits: torch.Tensor = self._run(self._model, token_ids, positions, attend).logits[0]
         return logits
 
+    def _run(self, model: Any, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | Recorder) -> Any:
+        calls = attend if isinstance(attend, Recorder) else Calls(attend)
+        places = positions[None] + self._first_position
+        out = model(input_ids=token_ids[None], position_ids=places, use_cache=False, octavo_attend=calls)
+        if isinstance(calls, Calls) and calls.count != len(self.layer_specs):
+            raise RuntimeError(f"{self.spec.architecture} attended {calls.count} times, not {len(self.layer_specs)} as in its trial run")
+        return out
 
-def _spec(config: Any, architecture: str, layers: tuple[LayerSpec, ...], hidden: int, vocab_size: int) -> ModelSpec:
+
+def _stored_in(*modules: Any) -> Mapping[str, int]:
+    """Bytes of parameters by what they are stored as; shared ones once."""
+    return added_up(stored_as(p) for p in {p.data_ptr(): p for module in modules for p in module.parameters()}.values())
+
+
+def _language_model(model: Any) -> Any:
+    """Of a model that has a whole causal language model inside (Llama 4, Mllama), that one."""
+    inner = getattr(model, "language_model", None)
+    return model if inner is None or getattr(inner, "lm_head", None) is None else inner
+
+
+def _body(model: Any) -> Any:
+    """The part of a model that gives hidden states."""
+    found = model.get_decoder() if text_part.reads_more_than_text(model.config.to_dict()) else model.base_model
+    return getattr(model, "model", model) if found is model else found
+
+
+def _first_position(model: Any) -> int:
+    """What a model counts its positions from: RoBERTa and its kind begin behind the number of the padding token."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(padding := getattr(module, "padding_idx", None), int):
+            return padding + 1
+    return 0
+
+
+def fix_rotations(model: Any, max_length: int, device: torch.device) -> None:
+    """Rotations that depend on the length of a sequence get that of the longest one served, and keep it: keys stay in the cache."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
+            if not isinstance(kind, str) or not (kind == "longrope" or "dynamic" in kind):
+                continue
+            more = {} if layer_type is None else {"layer_type": layer_type}
+            module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **more)
+            if isinstance(kinds, dict):
+                kinds[layer_type] = "default"
+            else:
+                module.rope_type = "default"
+
+
+def _trial_tokens(config: Any, vocab_size: int) -> list[int]:
+    """Token ids that have no meaning of their own, as far as that can be told."""
+    special: set[int] = set()
+    for one in (config, config.get_text_config()):
+        special |= {v for key, v in one.to_dict().items() if key.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
+    plain = [i for i in range(min(vocab_size, 4096)) if i not in special]
+    return [plain[(5 + 37 * i) % len(plain)] for i in range(sum(TRIAL))]
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor, *, typical: bool = False) -> float:
+    """How far rows are from each other relative to their size: the worst, or a typical one."""
+    a, b = a.float(), b.float()
+    distances = (a - b).norm(dim=-1) / (b - b.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-9)
+    return float(distances.median() if typical else distances.max())
+
+
+def _spec(config: Any, architecture: str, layers: Sequence[LayerSpec], hidden: int, vocab_size: int) -> ModelSpec:
     """As much of a spec as the worker reads: sizes."""
     first = layers[0]
     inner = next(
         (v for key in ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") if (v := getattr(config, key, None))), 4 * hidden
     )
+    if isinstance(inner, (list, tuple)) and inner and all(isinstance(one, int) for one in inner):
+        inner = max(inner)  # one for each layer
     if not isinstance(inner, int):
         raise ConfigError(f"{architecture}: the width of its feed-forward blocks is {inner!r}, not one number.")
     return ModelSpec(

@@ -94,7 +94,7 @@ def _scaling(config: HfConfig, rope: HfConfig, rotary_dim: int) -> RopeScaling |
     inner = rope.integer("original_max_position_embeddings", trained, minimum=2)
     original = config.integer("original_max_position_embeddings", inner, minimum=2)
     match kind:
-        case "default":
+        case "default" | "mrope":  # for text all of mrope's positions are the same
             return None
         case "linear":
             return LinearScaling(rope.number("factor"))

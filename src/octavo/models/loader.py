@@ -28,7 +28,7 @@ from octavo.models.fallback import load_fallback
 from octavo.models.families.base import Family
 from octavo.models.gguf_model import gguf_spec, open_header, runs_through_transformers
 from octavo.models.program import compilable
-from octavo.models.registry import model_spec
+from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.sharding import Division, Shard, shard_spec
 from octavo.models.spec import ModelSpec
 from octavo.ops.registry import Ops
@@ -135,7 +135,7 @@ def load_model(
             prefix=family.prefix,
             on_the_fly=on_the_fly,
             strip=text_part.PREFIXES if text_part.ORIGIN in model.hf_config else (),
-            ignored=text_part.IGNORED if text_part.ORIGIN in model.hf_config else None,
+            ignored=_left_out(model.hf_config, spec.num_layers),
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
@@ -150,6 +150,16 @@ def load_model(
             pipeline=pipeline,
             shard=shard,
         )
+
+
+def _left_out(hf_config: Mapping[str, Any], num_layers: int) -> str:
+    """Regular expression of tensors that a model of text alone does without: layers behind the last that guess further tokens (DeepSeek-V3,
+    GLM-4.5), and what reads images."""
+    further = hf_config.get("num_nextn_predict_layers")
+    behind = range(num_layers, num_layers + (further if isinstance(further, int) and 0 < further < 64 else 0))
+    guessing = "|".join(rf"^model\.layers\.{i}\." for i in behind)
+    parts = (r"^(model\.)?mtp[._]", guessing, text_part.IGNORED if text_part.ORIGIN in hf_config else "")
+    return "|".join(part for part in parts if part)
 
 
 def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]:
@@ -218,9 +228,19 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
     Raises:
         UnsupportedModel, CheckpointError, ConfigError: see `load_model`.
     """
+    if hf_config.get("use_bidirectional_attention") is True and config.model.pooling is None:
+        raise UnsupportedModel(
+            f"{config.model.name} cannot generate: its tokens see those behind them (use_bidirectional_attention), so that it embeds. "
+            "Use --runner pooling."
+        )
     gguf = open_header(config)
     if gguf is None:
-        return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+        try:
+            return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+        except UnsupportedModel as e:
+            if config.model.pooling is None and config.model.architecture in supported_architectures():
+                raise UnsupportedModel(f"{e} It may run through the installed transformers: --model-impl transformers.") from None
+            raise
     return *gguf_spec(hf_config, gguf), gguf
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from octavo.attention.prompt import PromptAttention
 from octavo.checkpoint import text_part
-from octavo.config.types import DenseLayer, EngineConfig, PoolingConfig
+from octavo.config.types import DenseLayer, EngineConfig, PoolingConfig, PoolingKind
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import activate
@@ -30,6 +30,7 @@ from octavo.models.registry import generating_architecture, supported_architectu
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
 from octavo.protocol.pooling import Pooled, PoolRow
+from octavo.weights.pickled import open_pickled
 from octavo.weights.safetensors import open_safetensors
 
 _UNUSED = r"^score\.|(^|\.)rotary_emb\."
@@ -64,7 +65,8 @@ class PoolingModel:
         self.weights_bytes = model.weights_bytes
         self.weights_kinds = model.weights_kinds
         hidden = model.spec.hidden_size
-        self.embedding_size = 0 if pooling.labels else self._dense[-1][0].shape[0] if self._dense else hidden
+        pooled = hidden * len(pooling.kinds)
+        self.embedding_size = 0 if pooling.labels else self._dense[-1][0].shape[0] if self._dense else pooled
 
     @torch.inference_mode()
     def pool(self, rows: Sequence[PoolRow]) -> list[Pooled]:
@@ -95,17 +97,8 @@ class PoolingModel:
 
     def _one(self, part: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] of one prompt -> [hidden]"""
-        match self._pooling.kind:
-            case "cls":
-                return part[0]
-            case "last":
-                return part[-1]
-            case "max":
-                return part.max(dim=0).values
-            case "mean":
-                return part.float().mean(dim=0).to(part.dtype)
-            case "mean_sqrt":
-                return (part.float().sum(dim=0) / math.sqrt(len(part))).to(part.dtype)
+        vectors = [_pooled(part, kind) for kind in self._pooling.kinds]
+        return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
 
     def _classify(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, labels]"""
@@ -122,7 +115,9 @@ class PoolingModel:
 
     def _embedding(self, vector: torch.Tensor, row: PoolRow) -> torch.Tensor:
         """[..., hidden] -> [..., dimensions], float32"""
-        for weight, bias, activation in self._dense:
+        # Of several kinds of pooling, single tokens have no vector that fits the layers behind them.
+        alone = vector.ndim == 2 and len(self._pooling.kinds) > 1
+        for weight, bias, activation in () if alone else self._dense:
             vector = F.linear(vector, weight, bias)
             if activation == "tanh":
                 vector = vector.tanh()
@@ -133,6 +128,24 @@ class PoolingModel:
             vector = vector[..., : row.params.dimensions]
         normalize = self._pooling.normalize if row.params.normalize is None else row.params.normalize
         return F.normalize(vector, dim=-1) if normalize else vector
+
+
+def _pooled(part: torch.Tensor, kind: PoolingKind) -> torch.Tensor:
+    """[tokens, hidden] of one prompt -> [hidden]"""
+    match kind:
+        case "cls":
+            return part[0]
+        case "last":
+            return part[-1]
+        case "max":
+            return part.max(dim=0).values
+        case "mean":
+            return part.float().mean(dim=0).to(part.dtype)
+        case "mean_sqrt":
+            return (part.float().sum(dim=0) / math.sqrt(len(part))).to(part.dtype)
+        case "weighted_mean":
+            weights = torch.arange(1, len(part) + 1, device=part.device, dtype=torch.float32)
+            return ((weights / weights.sum()) @ part.float()).to(part.dtype)
 
 
 def _to_host(results: list[torch.Tensor]) -> list[Pooled]:
@@ -169,7 +182,8 @@ def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     form, on_the_fly = weight_format(config)
     assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored, on_the_fly=on_the_fly)
     encoder = Encoder(spec, fill(assembly, config, gguf, needed, progress, form), ops, max_length=model.max_model_len)
-    return PoolingModel(encoder, pooling, causal=False, dense=_dense_layers(pooling.dense, spec.hidden_size, dtype, device), device=device)
+    dense = _dense_layers(pooling.dense, spec.hidden_size * len(pooling.kinds), dtype, device)
+    return PoolingModel(encoder, pooling, causal=False, dense=dense, device=device)
 
 
 def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device: torch.device, progress: Progress) -> PoolingModel:
@@ -195,7 +209,7 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     weights = fill(assembly, config, gguf, needed, progress, form)
     decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
     classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None
-    dense = _dense_layers(pooling.dense, spec.hidden_size, dtype, device)
+    dense = _dense_layers(pooling.dense, spec.hidden_size * len(pooling.kinds), dtype, device)
     return PoolingModel(decoder, pooling, causal=causal, dense=dense, classifier=classifier, device=device)
 
 
@@ -218,7 +232,7 @@ def _dense_layers(
     out: list[tuple[torch.Tensor, torch.Tensor | None, str]] = []
     for layer in layers:
         tensors = {}
-        for stored in open_safetensors(layer.file):
+        for stored in open_safetensors(layer.file) if layer.file.endswith(".safetensors") else open_pickled(layer.file):
             tensors[stored.name] = torch.empty(stored.shape, dtype=dtype, device=device)
             stored.copy_into(tensors[stored.name])
         weight = tensors.get("linear.weight")

@@ -23,6 +23,9 @@ def compilable(spec: ModelSpec) -> bool:
         and spec.mlp.gated
         and not spec.parallel_blocks
         and not spec.head_bias
+        and spec.clip_qkv is None
+        and not spec.alibi_slopes
+        and not spec.embedding_norm
     )
 
 

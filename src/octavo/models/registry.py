@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.errors import UnsupportedModel
 from octavo.models.families import (
+    bloom,
     cohere,
     deepseek,
     falcon,
@@ -23,6 +24,7 @@ from octavo.models.families import (
     phi,
     qwen2,
     qwen3,
+    sigmoid_moe,
     stablelm,
     starcoder2,
 )
@@ -32,6 +34,7 @@ from octavo.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
+    llama.EXAONE,
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
@@ -47,12 +50,15 @@ FAMILIES: tuple[Family, ...] = (
     gpt2.FAMILY,
     gpt_neox.FAMILY,
     falcon.FAMILY,
+    bloom.BLOOM,
+    bloom.MPT,
     stablelm.FAMILY,
     cohere.COHERE,
     cohere.COHERE2,
     *further.FAMILIES,
     *moe.FAMILIES,
     *deepseek.FAMILIES,
+    *sigmoid_moe.FAMILIES,
     gpt_oss.FAMILY,
 )
 

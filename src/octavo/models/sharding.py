@@ -89,6 +89,7 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         mlp=replace(spec.mlp, intermediate_size=spec.mlp.intermediate_size // size),
         moe=moe,
         attention_scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+        alibi_slopes=spec.alibi_slopes[shard.rank * spec.num_heads // size : (shard.rank + 1) * spec.num_heads // size],
     )
 
 
@@ -146,7 +147,7 @@ class Division:
             return int(name.split(".", 2)[1]) in shard.layers(self.spec.num_layers)
         if name == "embed":
             return shard.first or (shard.last and self.spec.tied_embeddings and self.spec.has_head)
-        return shard.first if name == "positions" else shard.last
+        return shard.first if name == "positions" or name.startswith("embed_norm") else shard.last
 
     def piece(self, parameter: Parameter, part: str | None) -> Piece | None:
         """What this rank keeps of a tensor that fills `part` of a whole model's parameter; None: nothing.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.attention.base import LayerSpec
+from octavo.layers.alibi import ALIBI_WIDTH
 from octavo.layers.rope import RopeSpec
 from octavo.layers.routing import Routing
 from octavo.ops.registry import Activation
@@ -59,6 +60,10 @@ class LatentSpec:
     nope_dim: int
     rope_dim: int
     value_dim: int
+    bias: bool = False
+    """Of the compressing matrices and of the output's."""
+    neighbours: bool = True
+    """Checkpoints store the rows that rotate as neighbouring pairs."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class ModelSpec:
     """A norm of q and k before the rotation, of the model's kind and without bias."""
     qk_norm_scope: Literal["head", "heads", "all"] = "head"
     """Over each head with one weight for all heads; over each with a weight of its own; or over all heads at once."""
+    qk_norm_bias: bool = False
+    clip_qkv: float | None = None
+    """q, k and v lie between this and its negative, behind norms of all heads at once and before the rotation."""
+    alibi_slopes: tuple[float, ...] = ()
+    """[heads] what a score gains for each position of its key (ALiBi, Press et al. 2022); empty: nothing."""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
     norm_placement: Literal["pre", "post", "both"] = "pre"
@@ -103,10 +113,14 @@ class ModelSpec:
     """Checkpoints store norm weights minus one; the one is added at load."""
     attention_scale: float | None = None
     """Default: head_dim ** -0.5."""
+    scale_by_layer: bool = False
+    """The scale of layer i is divided by i + 1."""
     attention_soft_cap: float | None = None
     """Attention scores become cap * tanh(score / cap)."""
     logit_soft_cap: float | None = None
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    """Of the embeddings, before the first layer."""
     residual_multiplier: float = 1.0
     """On each block's output before it joins the residual stream."""
     logit_scale: float = 1.0
@@ -147,9 +161,12 @@ class ModelSpec:
         if (latent := self.latent) is not None:
             width = latent.kv_rank + latent.rope_dim
             return (LayerSpec(self.num_heads, 1, width, scale, value_dim=latent.kv_rank),) * self.num_layers
+        width = self.head_dim + (ALIBI_WIDTH if self.alibi_slopes else 0)
         return tuple(
-            LayerSpec(self.num_heads, self.num_kv_heads, self.head_dim, scale, window, self.attention_soft_cap)
-            for window in self.sliding_windows
+            LayerSpec(
+                self.num_heads, self.num_kv_heads, width, scale / (i + 1 if self.scale_by_layer else 1), window, self.attention_soft_cap
+            )
+            for i, window in enumerate(self.sliding_windows)
         )
 
 
@@ -168,6 +185,8 @@ class Parameter:
 def parameters(spec: ModelSpec) -> tuple[Parameter, ...]:
     """Every parameter of a model, in the order that the forward pass reads them."""
     out = [Parameter("embed", (spec.vocab_size, spec.hidden_size), "embedding")]
+    if spec.embedding_norm:
+        out += _norm(spec, "embed_norm")
     if spec.learned_positions:
         out.append(Parameter("positions", (spec.learned_positions, spec.hidden_size), "table"))
     for layer in range(spec.num_layers):
@@ -213,7 +232,9 @@ def _attention_parameters(spec: ModelSpec, prefix: str) -> list[Parameter]:
     if spec.attention_sinks:
         out.append(Parameter(prefix + "sinks", (spec.num_heads,), "exact"))
     if spec.qk_norm:
-        out += [_qk_norm(spec, prefix + name, heads) for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads))]
+        for name, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+            norm = _qk_norm(spec, prefix + name, heads)
+            out += [norm, replace(norm, name=f"{norm.name}.bias", kind="bias")] if spec.qk_norm_bias else [norm]
     return out
 
 
@@ -230,6 +251,10 @@ def _latent_parameters(spec: ModelSpec, latent: LatentSpec, prefix: str) -> list
         Parameter(prefix + "kv_up", (up_rows, latent.kv_rank), "table", halves),
         Parameter(prefix + "attention_out.weight", (hidden, heads * latent.value_dim), "linear"),
     ]
+    if latent.bias:
+        out.append(Parameter(prefix + "kv_down.bias", (latent.kv_rank + latent.rope_dim,), "bias"))
+        out.append(Parameter(prefix + "attention_out.bias", (hidden,), "bias"))
+        out += [Parameter(prefix + "q_down.bias", (latent.q_rank,), "bias")] if latent.q_rank else []
     if latent.q_rank:
         out.append(Parameter(prefix + "q_down.weight", (latent.q_rank, hidden), "linear"))
         out.append(Parameter(prefix + "q_down_norm", (latent.q_rank,), "norm"))

@@ -11,14 +11,18 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.checkpoint.stand_in import stand_in
+from octavo.errors import CheckpointError, plain_text
 from octavo.weights.stored import StoredTensor
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
+_NESTED: Final = ("state_dict", "model", "model_state_dict", "module")
+"""Where training tools put the tensors."""
 
 
 def pickled_files(folder: str) -> list[str]:
@@ -53,19 +57,43 @@ def open_pickled(path: str) -> Iterator[StoredTensor]:
             zipped = file.read(4) == b"PK\x03\x04"
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as e:
-        first = str(e).strip().splitlines()[0] if str(e).strip() else "not a pickle"
-        raise CheckpointError(
-            f"{path} holds more than tensors, or is damaged; nothing of it was run. Take a safetensors version of the model. ({first})"
-        ) from None
+        what = stand_in(path) or (
+            f"{path} holds more than tensors, or is damaged; nothing of it was run. Take a safetensors version of the model. "
+            f"({_first_line(e) or 'not a pickle'})"
+        )
+        raise CheckpointError(what) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as e:
-        raise CheckpointError(f"{path}: not a sound PyTorch file: {e}. Download it again.") from None
-    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
-        raise CheckpointError(f"{path} must hold a dict from names to tensors, not a {type(tensors).__name__}.")
-    for name, tensor in tensors.items():
+        what = stand_in(path) or f"{path}: not a sound PyTorch file: {_first_line(e).removesuffix('.')}. Download it again."
+        raise CheckpointError(what) from None
+    for name, tensor in _state_dict(tensors, path).items():
         if isinstance(tensor, torch.Tensor):
             yield StoredTensor(
                 name, tuple(tensor.shape), tensor.nbytes, path, _copier(tensor, name, path), raw=tensor.to, dtype=tensor.dtype
             )
+
+
+def _first_line(error: Exception) -> str:
+    return plain_text(str(error)).strip().partition("\n")[0]
+
+
+def _state_dict(stored: Any, path: str) -> dict[str, Any]:
+    """The tensors by name: all that is stored, or what training tools put one level down beside other things.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{path} must hold a dict from names to tensors, not a {type(stored).__name__}.")
+    if any(isinstance(value, torch.Tensor) for value in stored.values()) and all(isinstance(name, str) for name in stored):
+        return stored
+    for key in _NESTED:
+        inner = stored.get(key)
+        if isinstance(inner, dict) and inner and all(isinstance(n, str) and isinstance(t, torch.Tensor) for n, t in inner.items()):
+            return inner
+    names = ", ".join(str(name) for name in list(stored)[:4]) or "nothing"
+    raise CheckpointError(
+        f"{path} must hold tensors by name, at the top or under {', '.join(_NESTED)}; it holds {names}{', ...' if len(stored) > 4 else ''}."
+    )
 
 
 def _copier(tensor: torch.Tensor, name: str, path: str) -> Callable[[torch.Tensor], None]:

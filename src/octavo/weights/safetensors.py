@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 from octavo.ops.packed import EncodedRows
 from octavo.weights.parallel_read import ParallelReader
@@ -106,7 +107,8 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
                 raw = _raw(file, name, path, reader, begins.get(name), _DTYPES[dtype], shape)
                 yield StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
     except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again.") from None
+        what = stand_in(path) or f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again."
+        raise CheckpointError(what) from None
 
 
 def _read(file: Any, name: str, path: str) -> torch.Tensor:

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.layers.alibi import ALIBI_WIDTH, alibi_slopes, with_positions
 from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.spec import ModelSpec, parameters
 
@@ -112,7 +114,7 @@ def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
+        ({"architectures": ["XGLMForCausalLM"]}, "XGLMForCausalLM.*LlamaForCausalLM, .*Qwen3ForCausalLM"),
         ({"architectures": []}, "none given"),
         ({"architectures": None, "model_type": "bert"}, "bert"),
         ({"architectures": 7}, "7"),
@@ -150,9 +152,20 @@ def test_gpt_neox_reads_its_older_keys() -> None:
     assert (rope.rotary_dim, rope.theta) == (4, 500)
 
 
-def test_falcon_with_alibi_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="alibi"):
-        spec("FalconForCausalLM", alibi=True)
+def test_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(6) == pytest.approx((2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3))
+
+
+def test_positions_ride_along_exactly_in_narrow_types() -> None:
+    """Scores of two keys differ by the slope times their distance, however far from the beginning they are."""
+    slopes, scale = torch.tensor([0.5, 0.0625]), 0.125
+    positions = torch.tensor([0, 1, 255, 256, 257, 65_534, 65_535])
+    zeros = torch.zeros(len(positions), 2, 8, dtype=torch.bfloat16)
+    q, k, v = with_positions(zeros, zeros[:, :1], zeros[:, :1], positions, slopes, scale)
+    assert v.shape == (7, 1, 8 + ALIBI_WIDTH) and not v.any()
+    scores = torch.einsum("hd,kd->hk", q[0].double(), k[:, 0].double()) * scale
+    assert torch.equal(scores, slopes.double()[:, None] * positions)
 
 
 def test_an_activation_that_needs_no_gate_is_refused_in_a_gated_block() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.checkpoint.gguf_file import read_gguf
+from octavo.checkpoint.local import read_json_object
+from octavo.errors import CheckpointError, plain_text
 from octavo.weights.pickled import INDEX, open_pickled, pickled_files
+from octavo.weights.safetensors import open_safetensors
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -55,6 +59,52 @@ def test_truncated_files_are_named(tmp_path: Path, keep: int) -> None:
     (tmp_path / "m.bin").write_bytes((tmp_path / "m.bin").read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"m\.bin"):
         read(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", "module"])
+def test_tensors_that_training_tools_put_one_level_down(tmp_path: Path, key: str) -> None:
+    torch.save({"epoch": 3, key: {"a": torch.ones(2), "b": torch.zeros(3)}, "optimizer": {"lr": 0.1}}, tmp_path / "m.bin")
+    assert set(read(tmp_path / "m.bin")) == {"a", "b"}
+
+
+@pytest.mark.parametrize("stored", [{}, {"epoch": 3, "args": {"lr": 0.1}}, {"state_dict": {}}, {1: torch.ones(2)}])
+def test_files_without_named_tensors_say_what_they_hold(tmp_path: Path, stored: dict[object, object]) -> None:
+    torch.save(stored, tmp_path / "m.bin")
+    with pytest.raises(CheckpointError, match=r"m\.bin must hold tensors by name, at the top or under state_dict, model, .*; it holds"):
+        read(tmp_path / "m.bin")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 538\n", "a pointer of Git LFS"),
+        (b"\n<!DOCTYPE html><html><head><title>Access denied", "a web page"),
+    ],
+)
+def test_what_lies_in_the_place_of_a_file_is_told(tmp_path: Path, content: bytes, says: str) -> None:
+    for name in ("m.bin", "model.safetensors", "m.gguf", "config.json"):
+        (tmp_path / name).write_bytes(content)
+    readers: dict[str, Callable[[str], object]] = {
+        "m.bin": lambda path: read(Path(path)),
+        "model.safetensors": lambda path: list(open_safetensors(path)),
+        "config.json": lambda path: read_json_object(Path(path)),
+        "m.gguf": read_gguf,
+    }
+    for name, reader in readers.items():
+        if name == "m.gguf" and not content:
+            continue  # a file of no bytes cannot be mapped, and says so
+        with pytest.raises(CheckpointError, match=says) as told:
+            reader(str(tmp_path / name))
+        assert str(told.value).startswith(str(tmp_path / name))
+
+
+def test_messages_have_no_codes_for_terminals(tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(pickle.dumps({"a": Evil(str(tmp_path / "x"))}))
+    with pytest.raises(CheckpointError) as told:
+        read(tmp_path / "m.bin")
+    assert "\x1b" not in str(told.value)
+    assert plain_text("\x1b[1mbold\x1b[0m, \x1b[38;5;9mred\x07") == "bold, red"
 
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:

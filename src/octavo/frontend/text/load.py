@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.checkpoint.local import read_json_object
 from octavo.checkpoint.resolve import tokenizer_source
+from octavo.checkpoint.stand_in import stand_in
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import CheckpointError, ConfigError
@@ -70,7 +71,7 @@ def _from_folder(folder: Path, override: str | None, args: EngineArgs) -> Tokeni
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises plain Exception
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {e}") from None
+        raise CheckpointError(stand_in(path) or f"{path} cannot be read as a tokenizer: {e}") from None
     config = _optional_json(folder / "tokenizer_config.json")
     special = _special_tokens(config, _optional_json(folder / "special_tokens_map.json"))
     _apply_added_tokens(tokenizer, config, special)

@@ -15,17 +15,15 @@ _LAYER = "model.layers.{i}."
 
 
 def _spec(config: HfConfig, architecture: str) -> ModelSpec:
-    if config.flag("attention_bias"):
-        raise UnsupportedModel(f"{config.where}: attention_bias is not supported with latent attention.")
     newer = architecture == "DeepseekV3ForCausalLM"
-    if not config.flag("rope_interleave", True):
-        raise UnsupportedModel(f"{config.where}: rope_interleave false is not supported.")
     latent = LatentSpec(
         q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else 0,
         kv_rank=config.integer("kv_lora_rank"),
         nope_dim=config.integer("qk_nope_head_dim"),
         rope_dim=config.integer("qk_rope_head_dim"),
         value_dim=config.integer("v_head_dim"),
+        bias=config.flag("attention_bias"),
+        neighbours=not newer or config.flag("rope_interleave", True),
     )
     layers, head_dim = config.integer("num_hidden_layers"), latent.nope_dim + latent.rope_dim
     first, every = config.integer("first_k_dense_replace", 0, minimum=0), config.integer("moe_layer_freq", 1)
@@ -55,7 +53,7 @@ def _v2_routing(config: HfConfig) -> dict[str, object]:
     method = config.text("topk_method", "greedy")
     routing: dict[str, object] = {"scale": config.number("routed_scaling_factor", 1.0)}
     if method == "group_limited_greedy":
-        routing |= _groups(config)
+        routing |= expert_groups(config)
     elif method != "greedy":
         raise UnsupportedModel(f"{config.where}: topk_method {method!r} is not supported. Supported: greedy, group_limited_greedy.")
     return routing
@@ -66,12 +64,13 @@ def _v3_routing(config: HfConfig) -> dict[str, object]:
         "scoring": "sigmoid",
         "normalize": config.flag("norm_topk_prob", True),
         "scale": config.number("routed_scaling_factor", 2.5),
-        **_groups(config, 8, 4),
+        **expert_groups(config, 8, 4),
         "group_score": "best_two",
     }
 
 
-def _groups(config: HfConfig, groups: int | None = None, top: int | None = None) -> dict[str, object]:
+def expert_groups(config: HfConfig, groups: int | None = None, top: int | None = None) -> dict[str, object]:
+    """Which experts can be chosen together. The numbers are for configs that do not say."""
     groups, top, experts = config.integer("n_group", groups), config.integer("topk_group", top), config.integer("n_routed_experts")
     if experts % groups:
         raise config.fail("n_group", f"a divisor of n_routed_experts ({experts})")
@@ -84,19 +83,25 @@ def q_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
     """Of each head, the rows that rotate are stored as neighbouring pairs."""
     assert spec.latent is not None
     nope, width = spec.latent.nope_dim, spec.head_dim
-    head = np.concatenate((np.arange(nope), nope + paired_halves(1, spec.latent.rope_dim)))
+    head = np.concatenate((np.arange(nope), nope + _rotated(spec.latent)))
     return (np.arange(spec.num_heads)[:, None] * width + head).reshape(-1)
 
 
 def kv_order(spec: ModelSpec) -> npt.NDArray[np.int64]:
     assert spec.latent is not None
-    return np.concatenate((np.arange(spec.latent.kv_rank), spec.latent.kv_rank + paired_halves(1, spec.latent.rope_dim)))
+    return np.concatenate((np.arange(spec.latent.kv_rank), spec.latent.kv_rank + _rotated(spec.latent)))
+
+
+def _rotated(latent: LatentSpec) -> npt.NDArray[np.int64]:
+    return paired_halves(1, latent.rope_dim) if latent.neighbours else np.arange(latent.rope_dim)
 
 
 _WEIGHTS = {
     **DECODER_WEIGHTS,
     f"{_LAYER}self_attn.q_proj.weight": Target("layers.{i}.q.weight", order=q_order),
     f"{_LAYER}self_attn.q_a_proj.weight": Target("layers.{i}.q_down.weight"),
+    f"{_LAYER}self_attn.q_a_proj.bias": Target("layers.{i}.q_down.bias"),
+    f"{_LAYER}self_attn.kv_a_proj_with_mqa.bias": Target("layers.{i}.kv_down.bias", order=kv_order),
     f"{_LAYER}self_attn.q_a_layernorm.weight": Target("layers.{i}.q_down_norm"),
     f"{_LAYER}self_attn.q_b_proj.weight": Target("layers.{i}.q.weight", order=q_order),
     f"{_LAYER}self_attn.kv_a_proj_with_mqa.weight": Target("layers.{i}.kv_down.weight", order=kv_order),

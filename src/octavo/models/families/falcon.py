@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
+from typing import Any
+
+from octavo.layers.alibi import alibi_slopes
 from octavo.models.families.base import Family, Target, activation_of, decoder_spec, grouped_qkv
 from octavo.models.hf_config import HfConfig
 from octavo.models.spec import MlpSpec, ModelSpec
 
 
 def _spec(config: HfConfig) -> ModelSpec:
+    heads, hidden, layers = (config.integer(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    # Falcon scales its linear biases with the scores.
+    positions: dict[str, Any] = {}
     if config.flag("alibi"):
-        raise UnsupportedModel(f"{config.where}: Falcon models with alibi positions are not supported.")
-    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+        scale = (hidden // heads) ** -0.5
+        positions = {"alibi_slopes": tuple(slope * scale for slope in alibi_slopes(heads)), "layer_ropes": (None,) * layers}
     newer, bias = config.flag("new_decoder_architecture"), config.flag("bias")
     if newer:
         kv_heads = config.integer("num_kv_heads", heads)
@@ -33,13 +38,14 @@ def _spec(config: HfConfig) -> ModelSpec:
         qkv_bias=bias,
         attention_out_bias=bias,
         tied_embeddings=config.flag("tie_word_embeddings", True),
+        **positions,
     )
 
 
 _LAYER = "transformer.h.{i}."
 FAMILY = Family(
     name="falcon",
-    title="Falcon (but those with alibi)",
+    title="Falcon",
     architectures=("FalconForCausalLM",),
     spec=_spec,
     weights={

@@ -1,4 +1,4 @@
-"""Families that differ from Llama in one or two respects: SmolLM3, GLM-4, Arcee, Nemotron, Ministral."""
+"""Families that differ from Llama in one or two respects: SmolLM3, GLM-4, Arcee, Nemotron, Ministral, Seed-OSS, ERNIE 4.5, EXAONE 4."""
 
 from __future__ import annotations
 
@@ -81,6 +81,53 @@ def _ministral(config: HfConfig) -> ModelSpec:
     return decoder_spec(config, "MinistralForCausalLM", sliding_windows=layer_windows(config, window))
 
 
+def _seed(config: HfConfig) -> ModelSpec:
+    return decoder_spec(
+        config,
+        "SeedOssForCausalLM",
+        head_dim=config.integer("head_dim", 128),
+        qkv_bias=config.flag("attention_bias", True),
+        attention_out_bias=config.flag("attention_out_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+    )
+
+
+def _ernie(config: HfConfig) -> ModelSpec:
+    bias = config.flag("use_bias")
+    tied = config.flag("tie_word_embeddings", True)
+    return decoder_spec(
+        config,
+        "Ernie4_5ForCausalLM",
+        head_dim=config.integer("head_dim", 128),
+        rope=rope_spec(config, config.integer("head_dim", 128), default_theta=5e5),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        mlp_bias=bias,
+        tied_embeddings=tied,
+    )
+
+
+def _exaone4(config: HfConfig) -> ModelSpec:
+    """Where some layers have a window (32B), only those rotate."""
+    window = config.integer("sliding_window") if config.has("sliding_window") else None
+    pattern = config.values.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):  # LLLG: three local layers, then a global one
+        windows = layer_windows(config, window, lambda layer: pattern[layer % len(pattern)] == "L")
+    else:
+        period = config.integer("sliding_window_pattern", 4, minimum=0)
+        windows = layer_windows(config, window, lambda layer: window is not None and period > 0 and (layer + 1) % period != 0)
+    spec = decoder_spec(
+        config,
+        "Exaone4ForCausalLM",
+        norm_placement="post",
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        qk_norm=True,
+        sliding_windows=windows,
+    )
+    return spec if window is None else spec.with_ropes(None if one is None else spec.rope for one in windows)
+
+
 _NEIGHBOURS = {
     **DECODER_WEIGHTS,
     **{
@@ -125,5 +172,20 @@ FAMILIES = (
     ),
     Family(name="arcee", title="AFM-4.5B", architectures=("ArceeForCausalLM",), spec=_arcee, weights=_UNGATED),
     Family(name="nemotron", title="Nemotron-4, Minitron", architectures=("NemotronForCausalLM",), spec=_nemotron, weights=biases(_UNGATED)),
+    Family(name="seed_oss", title="Seed-OSS", architectures=("SeedOssForCausalLM",), spec=_seed, weights=DECODER_WEIGHTS),
+    Family(name="ernie4_5", title="ERNIE 4.5 (dense)", architectures=("Ernie4_5ForCausalLM",), spec=_ernie, weights=_NEIGHBOURS),
+    Family(
+        name="exaone4",
+        title="EXAONE 4",
+        architectures=("Exaone4ForCausalLM",),
+        spec=_exaone4,
+        weights={
+            **DECODER_WEIGHTS,
+            _LAYER + "post_attention_layernorm.weight": Target("layers.{i}.attention_post_norm"),
+            _LAYER + "post_feedforward_layernorm.weight": Target("layers.{i}.mlp_post_norm"),
+            _LAYER + "self_attn.q_norm.weight": Target("layers.{i}.q_norm"),
+            _LAYER + "self_attn.k_norm.weight": Target("layers.{i}.k_norm"),
+        },
+    ),
     Family(name="ministral", title="Ministral", architectures=("MinistralForCausalLM",), spec=_ministral, weights=DECODER_WEIGHTS),
 )

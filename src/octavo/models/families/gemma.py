@@ -65,8 +65,8 @@ def _gemma3(config: HfConfig) -> ModelSpec:
         sliding_windows=windows,
         norm_placement="both",
         qk_norm=True,
+        # Scores of Gemma 3 have no soft cap, whatever its config says.
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=config.number("attn_logit_softcapping") if config.has("attn_logit_softcapping") else None,
         logit_soft_cap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else None,
     )
 

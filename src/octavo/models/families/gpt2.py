@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from octavo.errors import UnsupportedModel
 from octavo.layers.rope import RopeSpec
 from octavo.models.families.base import Family, Target, activation_of, decoder_spec
 from octavo.models.hf_config import HfConfig
@@ -17,8 +16,6 @@ _NAMES = {
 
 
 def _spec(config: HfConfig) -> ModelSpec:
-    if config.flag("scale_attn_by_inverse_layer_idx"):
-        raise UnsupportedModel(f"{config.where}: scale_attn_by_inverse_layer_idx is not supported.")
     config = config.renamed(_NAMES)
     layers, hidden, heads = (config.integer(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     activation = activation_of(config, "activation_function", "gelu_new", gated=False)
@@ -36,6 +33,7 @@ def _spec(config: HfConfig) -> ModelSpec:
         qkv_bias=True,
         attention_out_bias=True,
         attention_scale=None if config.flag("scale_attn_weights", True) else 1.0,
+        scale_by_layer=config.flag("scale_attn_by_inverse_layer_idx"),
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from octavo.errors import UnsupportedModel
 from octavo.models.families.base import DECODER_WEIGHTS, Family, Target, decoder_spec, layer_windows
 from octavo.models.families.moe import moe_spec
 from octavo.models.hf_config import HfConfig
@@ -20,7 +21,7 @@ def _spec(config: HfConfig) -> ModelSpec:
     bias = config.flag("attention_bias", True)
     for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
         if config.number(key, value) != value:
-            raise config.fail(key, f"{value}")
+            raise UnsupportedModel(f"{config.where}: {key} other than {value} is not supported.")
     return decoder_spec(
         config,
         "GptOssForCausalLM",

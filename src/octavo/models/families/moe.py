@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import UnsupportedModel
 from octavo.layers.routing import Routing
 from octavo.models.families.base import (
     DECODER_WEIGHTS,
@@ -41,7 +40,7 @@ def shared_weights(name: str) -> dict[str, Target]:
     }
 
 
-_QK_NORMS: Mapping[str, Target] = {
+QK_NORMS: Mapping[str, Target] = {
     f"{_LAYER}self_attn.q_norm.weight": Target("layers.{i}.q_norm"),
     f"{_LAYER}self_attn.k_norm.weight": Target("layers.{i}.k_norm"),
 }
@@ -107,7 +106,6 @@ def _qwen3(config: HfConfig) -> ModelSpec:
     return decoder_spec(
         config,
         "Qwen3MoeForCausalLM",
-        head_dim=config.integer("head_dim", 128),
         qk_norm=True,
         qkv_bias=bias,
         attention_out_bias=bias,
@@ -118,8 +116,6 @@ def _qwen3(config: HfConfig) -> ModelSpec:
 
 
 def _olmoe(config: HfConfig) -> ModelSpec:
-    if config.has("clip_qkv"):
-        raise UnsupportedModel(f"{config.where}: clip_qkv is not supported.")
     bias = config.flag("attention_bias")
     return decoder_spec(
         config,
@@ -129,6 +125,7 @@ def _olmoe(config: HfConfig) -> ModelSpec:
         qkv_bias=bias,
         attention_out_bias=bias,
         norm_eps=config.number("rms_norm_eps", 1e-5),
+        clip_qkv=config.number("clip_qkv") if config.has("clip_qkv") else None,
         moe=moe_spec(config, "num_experts", "intermediate_size", routing={"normalize": config.flag("norm_topk_prob")}),
     )
 
@@ -173,14 +170,14 @@ FAMILIES = (
         title="Qwen3-MoE",
         architectures=("Qwen3MoeForCausalLM",),
         spec=_qwen3,
-        weights={**DECODER_WEIGHTS, **_QK_NORMS, **expert_weights("mlp")},
+        weights={**DECODER_WEIGHTS, **QK_NORMS, **expert_weights("mlp")},
     ),
     Family(
         name="olmoe",
         title="OLMoE",
         architectures=("OlmoeForCausalLM",),
         spec=_olmoe,
-        weights={**DECODER_WEIGHTS, **_QK_NORMS, **expert_weights("mlp")},
+        weights={**DECODER_WEIGHTS, **QK_NORMS, **expert_weights("mlp")},
     ),
     Family(
         name="granitemoe",

@@ -27,12 +27,9 @@ def _phi(config: HfConfig) -> ModelSpec:
         qkv_bias=True,
         attention_out_bias=True,
         head_bias=True,
-        qk_norm=False if not config.flag("qk_layernorm") else _refuse_qk_norm(config),
+        qk_norm=config.flag("qk_layernorm"),
+        qk_norm_bias=config.flag("qk_layernorm"),
     )
-
-
-def _refuse_qk_norm(config: HfConfig) -> bool:
-    raise config.fail("qk_layernorm", "false (no released Phi has it)")
 
 
 PHI3 = Family(
@@ -51,6 +48,11 @@ PHI = Family(
             }
         ),
         "lm_head.bias": Target("head.bias"),
+        **{
+            f"model.layers.{{i}}.self_attn.{part}_layernorm.{kind}": Target(f"layers.{{i}}.{part}_norm{suffix}")
+            for part in ("q", "k")
+            for kind, suffix in (("weight", ""), ("bias", ".bias"))
+        },
         **{
             f"model.layers.{{i}}.{source}.{kind}": Target(f"layers.{{i}}.{parameter}.{kind}", part)
             for kind in ("weight", "bias")
