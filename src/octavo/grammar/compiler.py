@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{n}}}" for n in (2, 4, 6, 8, 12, 16, 24, 32)), f"{_IN_STRING}+")
 """Sets of tokens that the engine allows as a whole where all of their texts may come, instead of looking at each. The lengths are for strings
 with a `maxLength`: the engine's own choice (10, 30) has it look at every token as soon as ten characters are left. Masks are the same."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Words = npt.NDArray[np.int32]
 """[vocabulary / 32] one bit a token, lowest first."""
@@ -78,16 +81,20 @@ class GrammarCompiler:
         if known is not None:
             self._cache.move_to_end(source)
             return known
-        if self._pool is None:
-            # One thread builds the tokenizer: the first task of the queue.
-            self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="octavo-grammar")
         if self._tokenizer is None:
-            self._tokenizer = self._pool.submit(engine_tokenizer, self._vocabulary)
-        future = self._pool.submit(_compile, self._tokenizer, source)
+            # One thread builds the tokenizer, ahead in the queue of whatever waits for it.
+            self._tokenizer = self.in_background(engine_tokenizer, self._vocabulary)
+        future = self.in_background(_compile, self._tokenizer, source)
         self._cache[source] = future
         while len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
         return future
+
+    def in_background(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """`work` in one of the threads that compile."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="octavo-grammar")
+        return self._pool.submit(work, *args, **kwargs)
 
     @staticmethod
     def matcher(compiled: Future[Any]) -> Matcher:

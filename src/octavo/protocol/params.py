@@ -52,21 +52,19 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
 
     grammar: str = ""
     """Grammar text for `octavo.grammar`; empty for none."""
-    reasoning_start_ids: list[int] = []
-    """The token that opens the reasoning, when the model decides whether to reason. Empty: it does so from its first token on
-    if there is a `reasoning_end_ids`."""
-    reasoning_end_ids: list[int] = []
-    """The run of tokens that ends the reasoning; empty when there is none to wait for."""
     reasoning_budget: int | None = None
     """Most tokens of reasoning."""
     field: str = "structured_outputs"
     """The request's field that the grammar comes from, for errors."""
+    reasoning_start: str = ""
+    """The text that opens the reasoning, when the model decides whether to reason. Empty: it does so from its first token on, if there
+    is a `reasoning_end` or a `reasoning_end_ids`."""
+    reasoning_end: str = ""
+    """The text that ends the reasoning: a model may cut it into tokens in several ways."""
+    reasoning_end_ids: list[int] = []
+    """The run of control tokens that ends the reasoning, where it is these tokens and not their text."""
     reasoning_stop_ids: list[int] = []
     """What is written when the budget is used up; ends with `reasoning_end_ids`, or stands for `reasoning_end`."""
-    reasoning_start: str = ""
-    """The text that opens the reasoning, where it is no single token; then a grammar cannot be given too."""
-    reasoning_end: str = ""
-    """The text that ends the reasoning, where it is no single token: a model may cut it into tokens in several ways."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):

@@ -67,7 +67,7 @@ class ReplyParser:
             cut_short: by a limit (max_tokens, an abort), so that the model would have gone on. A call whose name is known is then handed
                 out with the arguments so far.
         """
-        events = self._through_calls(self._splitter.finish()) if self._splitter is not None else []
+        events = self._through_calls(self._splitter.finish(cut_short=cut_short)) if self._splitter is not None else []
         cut = self._calls.cut_source if self._calls is not None else ""
         if self._calls is not None:
             events += self._calls.finish(cut_short=cut_short)

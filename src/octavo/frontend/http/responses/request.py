@@ -36,7 +36,13 @@ SAME_NAME = (
     "ignore_eos",
     "min_tokens",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream_interval",
+    "thinking_token_budget",
     "chat_template_kwargs",
     "structured_outputs",
     "priority",
@@ -127,8 +133,14 @@ class ResponsesRequest(InputTokensRequest):
     ignore_eos: Bool | None = None
     min_tokens: Int32 | None = None
     logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Strings | None = None
+    include_stop_str_in_output: Bool | None = None
     return_progress: Bool | None = None
     skip_special_tokens: Bool | None = None
+    spaces_between_special_tokens: Bool | None = None
+    stream_interval: Int32 | None = None
+    thinking_token_budget: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Int32 | None = None
