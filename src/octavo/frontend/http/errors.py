@@ -66,7 +66,7 @@ class ErrorReply:
         error = {
             "message": clip(self.message, MAX_MESSAGE_CHARS),
             "type": self.type,
-            "param": self.param,
+            "param": None if self.param is None else clip(self.param, MAX_INPUT_CHARS),
             "code": self.status if self.code is None else self.code,
         }
         return msgspec.json.encode({"error": error})
