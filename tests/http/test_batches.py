@@ -322,6 +322,66 @@ def test_lines_in_work_at_a_crash_are_tried_one_at_a_time(checkpoint: Path, tmp_
         store.close()
 
 
+def test_other_batches_go_on_beside_lines_that_are_tried_again(checkpoint: Path, tmp_path: Path) -> None:
+    batch = interrupted(checkpoint, tmp_path)
+    died(tmp_path, batch, "n1", "n2")
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 400, delay=1)
+        store = server.app.state.context.batches.store
+        assert wait_until(lambda: store.attempts(batch["id"]) == {"n1": 2, "n2": 1})
+        for _ in range(2):
+            other = finished(server, create(server, "\n".join(line(f"x{i}") for i in range(5))))
+            assert other["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+        assert store.attempts(batch["id"]) == {"n1": 2, "n2": 1}, "still at it, and the rest of its batch waits"
+        assert server.http.get(f"/v1/batches/{batch['id']}").json()["status"] == "in_progress"
+        # It can be cancelled there too.
+        assert server.post(f"/v1/batches/{batch['id']}/cancel").status_code == 200
+        assert finished(server, batch)["status"] == "cancelled"
+        assert wait_until(lambda: not server.llm.live_requests())
+        assert finished(server, create(server, line("y")))["status"] == "completed"
+
+
+def test_the_last_try_of_a_line_is_made_while_no_other_is_in_work(checkpoint: Path, tmp_path: Path) -> None:
+    batch = interrupted(checkpoint, tmp_path)
+    died(tmp_path, batch, "n1")
+    died(tmp_path, batch, "n1")
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 10, delay=0.1)
+        store = server.app.state.context.batches.store
+        assert wait_until(lambda: store.attempts(batch["id"]) == {"n1": 3})
+        seen = len(server.fake.seen)
+        other = create(server, line("x"))
+        assert wait_until(lambda: store.attempts(batch["id"]) != {"n1": 3})
+        assert len(server.fake.seen) <= seen + 2, "the other batch waited for it"
+        assert finished(server, other)["status"] == "completed"
+        assert finished(server, batch)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+
+
+def test_the_input_of_a_batch_that_is_not_done_stays(checkpoint: Path, tmp_path: Path) -> None:
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 400, delay=1)
+        batch = create(server, "\n".join([line("a"), line("n", "never")]))
+        path = f"/v1/files/{batch['input_file_id']}"
+        reply = server.http.delete(path)
+        assert reply.status_code == 409
+        assert (reply.json()["error"]["type"], reply.json()["error"]["param"]) == ("ConflictError", "file_id")
+        assert batch["id"] in reply.json()["error"]["message"]
+        assert server.http.get(f"{path}/content").status_code == 200
+        # Nor does it expire.
+        store = server.app.state.context.batches.store
+        clock = store.clock
+        store.insert_file(server.http.get(path).json() | {"expires_at": int(clock()) - 1}, "")
+        assert server.http.get(path).status_code == 200
+        assert server.post(f"/v1/batches/{batch['id']}/cancel").status_code == 200
+        assert finished(server, batch)["status"] == "cancelled"
+        assert server.http.get(path).status_code == 404, "it has expired meanwhile"
+        other = create(server, line("a"))
+        assert finished(server, other)["status"] == "completed"
+        assert server.http.delete(f"/v1/files/{other['input_file_id']}").json()["deleted"] is True
+        again = {"input_file_id": other["input_file_id"], "endpoint": "/v1/completions"}
+        assert server.post("/v1/batches", again).json()["error"]["param"] == "input_file_id"
+
+
 def test_a_batch_expires(checkpoint: Path, tmp_path: Path) -> None:
     with stateful(checkpoint, tmp_path) as server:
         server.script("never", token_ids("z") * 400, delay=1)

@@ -29,7 +29,9 @@ WRITTEN = {
     "llama3_json": [f'{{"name":"f","parameters":{{"a":"{HALF}"}}}}', f'{{"name":"f","parameters":"{HALF}"}}'],
     "pythonic": [f'[f(a="{HALF}")]', f"[f(a={{'{HALF}': 1}})]"],
     "mistral": [f'[TOOL_CALLS][{{"name":"f","arguments":"{HALF}"}}]'],
-    "deepseek_v3": [f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{{"a":"{HALF}"}}\n```<｜tool▁call▁end｜>'],
+    "deepseek_v3": [
+        f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{{"a":"{HALF}"}}\n```<｜tool▁call▁end｜>'
+    ],
     "qwen3_coder": [
         f"<tool_call><function=f><parameter=a>{HALF}</parameter></function></tool_call>",
         f'<tool_call><function=f><parameter=b>"{HALF}"</parameter></function></tool_call>',

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.frontend.json_shape import MAX_CONTAINERS, MAX_DEPTH, MAX_DIGITS, MAX_FIELDS, MAX_TEXTS, MAX_VALUES, TooMuch, check_shape, json_shape
+from octavo.frontend.json_shape import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_FIELDS,
+    MAX_TEXTS,
+    MAX_VALUES,
+    TooMuch,
+    check_shape,
+    json_shape,
+)
 
 TEXT = st.text(alphabet=st.sampled_from('a"\\[]{}:,/bu é\n'), max_size=12)
 JSON = st.recursive(

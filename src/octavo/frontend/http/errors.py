@@ -47,6 +47,14 @@ class NotFound(OctavoError):
         self.param = param
 
 
+class Conflict(OctavoError):
+    """What is asked for cannot be done while something else is as it is: HTTP 409."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class ClientGone(Exception):
     """The client closed its connection before the reply began. Nobody reads the reply to this."""
 
@@ -95,6 +103,8 @@ def describe(error: BaseException) -> ErrorReply:
             return ErrorReply(404, "NotFoundError", str(error), "model")
         case NotFound():
             return ErrorReply(404, "NotFoundError", str(error), error.param)
+        case Conflict():
+            return ErrorReply(409, "ConflictError", str(error), error.param)
         case RequestValidationError():
             return _schema_error(error.errors(), skip=1)
         case NotYet():

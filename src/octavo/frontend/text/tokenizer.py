@@ -18,8 +18,8 @@ from typing import Any
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import InvalidRequest
-from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.characters import whole_characters
+from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.text.backend import TokenBackend
 from octavo.frontend.text.chat_template import ChatTemplates
 
