@@ -105,6 +105,13 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
+def _token_id(key: Any) -> int:
+    """A token id as JSON writes it where names stand."""
+    if isinstance(key, str) and len(key) > 20:
+        raise ValueError(f"{key[:20]!r}... is none")
+    return int(key)
+
+
 def _strings(name: str, value: Any) -> list[str]:
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise InvalidRequest(f"{name} must be a list of strings, got {type(value).__name__}.", param=name)
@@ -235,7 +242,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             if not isinstance(self.logit_bias, dict):
                 raise InvalidRequest("logit_bias must map token ids to numbers.", param="logit_bias")
             try:
-                self.logit_bias = {int(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()}
+                self.logit_bias = {_token_id(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError) as e:
                 if isinstance(e, InvalidRequest):
                     raise

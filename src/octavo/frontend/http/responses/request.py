@@ -240,15 +240,16 @@ def chat_tool_choice(
         if choice == "required" and not tools:
             raise InvalidRequest("tool_choice required needs tools.", param="tool_choice")
         return tools, choice
-    known = {tool["function"]["name"] for tool in tools}
+    known = [tool["function"]["name"] for tool in tools]  # no set: what is looked for in it may be anything
     if choice.get("type") == "function":
         if choice.get("name") not in known:
             raise InvalidRequest(f"tool_choice names {short_repr(choice.get('name'))}, which is not among tools.", param="tool_choice")
         return tools, {"type": "function", "function": {"name": choice["name"]}}
     if choice.get("type") == "allowed_tools":
         entries = choice.get("tools")
-        allowed = {entry.get("name") for entry in entries if isinstance(entry, dict)} if isinstance(entries, list) else set()
-        if not allowed or not allowed <= known or choice.get("mode", "auto") not in ("auto", "required"):
+        names = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        allowed = {name for name in names if isinstance(name, str)}
+        if not allowed or not allowed <= {*known} or choice.get("mode", "auto") not in ("auto", "required"):
             raise InvalidRequest(
                 "tool_choice of type allowed_tools needs mode (auto or required) and tools, a list of functions that are among tools.",
                 param="tool_choice",

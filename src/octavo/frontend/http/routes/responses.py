@@ -78,7 +78,7 @@ async def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item],
     check_request(body)
     conversation: list[Item] = []
     if (kept := conversation_id(body.conversation)) is not None:
-        conversation += find_conversation(ctx.responses, kept, owner).items
+        conversation += find_conversation(ctx.responses, kept, owner, param="conversation").items
     if body.previous_response_id is not None:
         chain = ctx.responses.chain(body.previous_response_id, owner)
         if chain is None or is_conversation(chain[-1]):
