@@ -207,6 +207,27 @@ RICH: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         {
             "messages": HI,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
+            },
+            "max_tokens": 2,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": HI,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]},
+            "max_tokens": 2,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": HI,
             "structured_outputs": {
                 "structural_tag": {
                     "type": "structural_tag",

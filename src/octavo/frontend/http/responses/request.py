@@ -8,6 +8,7 @@ from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.limits import check_metadata
 from octavo.frontend.http.schemas import VERBOSITIES, Bool, ChatRequest, Float, Int, Int32, Ints, Objects, Schema, Strings
+from octavo.frontend.http.tools import check_number
 
 INCLUDABLE = (
     "message.output_text.logprobs",
@@ -211,6 +212,7 @@ def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     Raises:
         InvalidRequest: a tool that the server would have to run itself.
     """
+    check_number(tools)
     result = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
