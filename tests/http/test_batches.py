@@ -15,6 +15,7 @@ from octavo.frontend.http.batches.records import file_record
 from octavo.frontend.http.batches.store import BatchStore, claim_folder
 from octavo.frontend.http.server import state_folder
 from octavo.frontend.http.settings import ServerSettings
+from tests.http.test_every_field import FEW, places_in, put
 from tests.support.http_server import RunningServer, running_server, wait_until
 from tests.support.scripts import token_ids
 
@@ -463,3 +464,18 @@ def test_what_is_no_text_fails_its_line_only(server: RunningServer) -> None:
     assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
     assert list(rows(server, batch["output_file_id"])) == ["good"]
     assert set(rows(server, batch["error_file_id"])) == {"line-1", "prompt"}
+
+
+def test_every_part_of_a_line_with_every_kind_of_value(server: RunningServer) -> None:
+    """Each line gets one reply, whatever is in it, and none a 5xx."""
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": ["hi"], "max_tokens": 1, "stop": None}}
+    lines = [put(good, place, value) for place in places_in(good) for value in FEW]
+    content = "\n".join(json.dumps(one | ({"custom_id": f"l{i}"} if one["custom_id"] == "a" else {})) for i, one in enumerate(lines))
+    batch = create(server, content + "\n\n[]\n5\n{\n\x00\n")
+    assert wait_until(lambda: server.http.get(f"/v1/batches/{batch['id']}").json()["status"] in ENDED, 30)
+    done = finished(server, batch)
+    assert done["status"] == "completed"
+    replies = rows(server, done["output_file_id"]) | rows(server, done["error_file_id"])
+    assert len(replies) == done["request_counts"]["total"] == len(lines) + 4
+    assert {r["response"]["status_code"] for r in replies.values() if r["response"]} <= {200, 400, 404}
+    assert "internal_error" not in json.dumps(list(replies.values()))

@@ -25,7 +25,7 @@ from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest,
 from octavo.frontend.http.responses.store import StoredResponse
 from octavo.frontend.http.responses.writer import ResponsePlan, ResponsesWriter
 from octavo.frontend.http.schemas import ChatRequest, body_schema
-from octavo.frontend.http.sse import StreamStyle, cancel, unless_gone
+from octavo.frontend.http.sse import CANCEL_AGAIN, StreamStyle, cancel, unless_gone
 from octavo.frontend.http.tracking import RequestTracker
 
 logger = logging.getLogger("octavo.server")
@@ -133,7 +133,7 @@ async def _run_in_background(ctx: ServerContext, generation: Generation, writer:
             if ctx.responses.cancelled(response_id):
                 break
     finally:
-        await cancel(task)
+        await cancel(task, again=CANCEL_AGAIN)
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=body_schema(InputTokensRequest))
