@@ -109,7 +109,7 @@ def describe(error: BaseException) -> ErrorReply:
             return _schema_error(error.errors(), skip=1)
         case NotYet():
             # The request is at fault, as far as this server goes: it is working as it should, and trying again is of no use.
-            return ErrorReply(400, "NotImplementedError", str(error))
+            return ErrorReply(400, "NotImplementedError", str(error), error.param)
         case Overloaded():
             seconds = max(1, round(error.retry_after))
             return ErrorReply(429, "RateLimitError", str(error), headers={"Retry-After": str(seconds)})

@@ -57,7 +57,7 @@ def check_common(body: GenerationRequest, max_sequences: int, prompts: int) -> N
         raise InvalidRequest(f"cache_salt must have 1 to 1024 characters, got {len(body.cache_salt)}.", param="cache_salt")
     for name in ("repetition_detection", "kv_transfer_params"):
         if getattr(body, name) is not None:
-            raise NotYet(f"{name} is not supported yet; leave it out.")
+            raise NotYet(f"{name} is not supported yet; leave it out.", param=name)
 
 
 def sampling_params(

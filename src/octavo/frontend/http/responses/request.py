@@ -156,7 +156,7 @@ def check_request(body: InputTokensRequest) -> None:
         InvalidRequest, NotYet
     """
     if body.prompt is not None:
-        raise NotYet("prompt (a stored prompt template) is not supported; send input.")
+        raise NotYet("prompt (a stored prompt template) is not supported; send input.", param="prompt")
     if body.conversation is not None and body.previous_response_id is not None:
         raise InvalidRequest("Give either conversation or previous_response_id, not both.", param="conversation")
     if body.truncation not in (None, "auto", "disabled"):

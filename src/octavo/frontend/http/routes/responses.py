@@ -156,7 +156,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
     stored = _stored(request, response_id)
     if stream:
-        raise NotYet("A kept response cannot be streamed; fetch it without stream.")
+        raise NotYet("A kept response cannot be streamed; fetch it without stream.", param="stream")
     return json_response(stored.response)
 
 
