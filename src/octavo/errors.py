@@ -40,7 +40,11 @@ class UnsupportedModel(OctavoError):
 
 
 class NotYet(OctavoError):
-    """Something documented elsewhere that Octavo does not do yet (HTTP 400, with the type NotImplementedError)."""
+    """Something documented elsewhere that Octavo does not do yet (HTTP 400, with the type NotImplementedError). `param` names the field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Overloaded(OctavoError):

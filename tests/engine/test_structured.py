@@ -111,8 +111,25 @@ def test_reasoning_is_free_and_the_grammar_begins_behind_it(tmp_path: Path) -> N
             return llm.generate("x", params)[0].outputs[0].text
 
         assert think() == "(mm)YES"
-        assert think(reasoning_start_ids=token_ids("(")) == "(mm)YES"
-        assert think(reasoning_start_ids=token_ids("[")) == "YES"
+
+
+@pytest.mark.parametrize(
+    ("says", "start", "text", "limited"),
+    [
+        ("<t>mmm</t>no", "<t>", "<t>mmm</t>YES", "<t>m</t>YES"),
+        ("mmm</t>no", "", "mmm</t>YES", "m</t>YES"),  # the prompt has begun it
+        ("</t>no", "", "</t>YES", "</t>YES"),
+        ("no", "[t]", "YES", "YES"),
+    ],
+)
+def test_markers_of_several_tokens_do_as_well(tmp_path: Path, says: str, start: str, text: str, limited: str) -> None:
+    assert len(token_ids("<t>")) > 1
+    with make(tmp_path, default=says, async_scheduling=True) as llm:
+        params = SamplingParams(max_tokens=30, structured_outputs=StructuredOutputsParams(choice=["YES"]))
+        params.constraint = OutputConstraint(reasoning_start=start, reasoning_end="</t>", reasoning_stop_ids=token_ids("</t>"))
+        assert llm.generate("x", params)[0].outputs[0].text == text
+        params.thinking_token_budget = 1
+        assert llm.generate("x", params)[0].outputs[0].text == limited
 
 
 @pytest.mark.parametrize(("budget", "text"), [(0, ")mm)no"), (1, "()m)no"), (2, "(m))no"), (3, "(mm)no"), (9, "(mm)no")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from octavo.frontend.http.batches.records import file_record
 from octavo.frontend.http.batches.store import BatchStore, claim_folder
 from octavo.frontend.http.server import state_folder
 from octavo.frontend.http.settings import ServerSettings
+from tests.http.test_every_field import FEW, places_in, put
 from tests.support.http_server import RunningServer, running_server, wait_until
 from tests.support.scripts import token_ids
 
@@ -40,7 +42,7 @@ def create(server: RunningServer, content: str | bytes, endpoint: str = "/v1/com
 
 def finished(server: RunningServer, batch: dict[str, Any]) -> dict[str, Any]:
     path = f"/v1/batches/{batch['id']}"
-    assert wait_until(lambda: server.http.get(path).json()["status"] in ENDED)
+    assert wait_until(lambda: server.http.get(path).json()["status"] in ENDED, 15)
     return server.http.get(path).json()
 
 
@@ -67,6 +69,32 @@ def test_files(server: RunningServer) -> None:
         assert refused.json()["error"]["param"] == next(iter(params))
     assert server.http.delete(path).json() == {"id": file["id"], "object": "file", "deleted": True}
     assert [server.http.request(m, p).status_code for m, p in (("GET", path), ("GET", f"{path}/content"), ("DELETE", path))] == [404] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "content"),
+    [
+        ("bytes=1-3", 206, b"123"),
+        ("bytes=7-", 206, b"789"),
+        ("bytes=-2", 206, b"89"),
+        ("bytes=8-99", 206, b"89"),
+        ("bytes=3-1", 200, b"0123456789"),
+        ("bytes=-", 200, b"0123456789"),
+        ("zork", 200, b"0123456789"),
+        ("bytes=0-1,4-5", 200, b"0123456789"),
+        ("bytes=" + "9" * 5000 + "-", 200, b"0123456789"),
+        ("bytes=10-", 416, None),
+    ],
+)
+def test_a_part_of_a_file(server: RunningServer, given: str, status: int, content: bytes | None) -> None:
+    path = f"/v1/files/{upload(server, '0123456789')['id']}/content"
+    reply = server.http.get(path, headers={"Range": given})
+    assert reply.status_code == status
+    if content is not None:
+        assert reply.content == content
+    else:
+        assert reply.json()["error"]["code"] == 416
+        assert reply.headers["content-range"] == "bytes */10"
 
 
 def test_files_are_listed_in_pages(server: RunningServer) -> None:
@@ -322,6 +350,68 @@ def test_lines_in_work_at_a_crash_are_tried_one_at_a_time(checkpoint: Path, tmp_
         store.close()
 
 
+def test_other_batches_go_on_beside_lines_that_are_tried_again(checkpoint: Path, tmp_path: Path) -> None:
+    batch = interrupted(checkpoint, tmp_path)
+    died(tmp_path, batch, "n1", "n2")
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 400, delay=1)
+        store = server.app.state.context.batches.store
+        assert wait_until(lambda: store.attempts(batch["id"]) == {"n1": 2, "n2": 1})
+        for _ in range(2):
+            other = finished(server, create(server, "\n".join(line(f"x{i}") for i in range(5))))
+            assert other["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+        assert store.attempts(batch["id"]) == {"n1": 2, "n2": 1}, "still at it, and the rest of its batch waits"
+        assert server.http.get(f"/v1/batches/{batch['id']}").json()["status"] == "in_progress"
+        # It can be cancelled there too.
+        assert server.post(f"/v1/batches/{batch['id']}/cancel").status_code == 200
+        assert finished(server, batch)["status"] == "cancelled"
+        assert wait_until(lambda: not server.llm.live_requests())
+        assert finished(server, create(server, line("y")))["status"] == "completed"
+
+
+def test_the_last_try_of_a_line_is_made_while_no_other_is_in_work(checkpoint: Path, tmp_path: Path) -> None:
+    batch = interrupted(checkpoint, tmp_path)
+    died(tmp_path, batch, "n1")
+    died(tmp_path, batch, "n1")
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 400, delay=1)
+        store = server.app.state.context.batches.store
+        assert wait_until(lambda: store.attempts(batch["id"]) == {"n1": 3})
+        assert wait_until(lambda: len(server.fake.seen) == 1)
+        other = create(server, line("x"))
+        assert wait_until(lambda: server.http.get(f"/v1/batches/{other['id']}").json()["status"] == "in_progress")
+        time.sleep(0.3)
+        assert len(server.fake.seen) == 1, "the other batch has begun, and waits with its first line"
+        assert server.post(f"/v1/batches/{batch['id']}/cancel").status_code == 200
+        assert finished(server, other)["status"] == "completed"
+        assert finished(server, batch)["status"] == "cancelled"
+
+
+def test_the_input_of_a_batch_that_is_not_done_stays(checkpoint: Path, tmp_path: Path) -> None:
+    with stateful(checkpoint, tmp_path) as server:
+        server.script("never", token_ids("z") * 400, delay=1)
+        batch = create(server, "\n".join([line("a"), line("n", "never")]))
+        path = f"/v1/files/{batch['input_file_id']}"
+        reply = server.http.delete(path)
+        assert reply.status_code == 409
+        assert (reply.json()["error"]["type"], reply.json()["error"]["param"]) == ("ConflictError", "file_id")
+        assert batch["id"] in reply.json()["error"]["message"]
+        assert server.http.get(f"{path}/content").status_code == 200
+        # Nor does it expire.
+        store = server.app.state.context.batches.store
+        clock = store.clock
+        store.insert_file(server.http.get(path).json() | {"expires_at": int(clock()) - 1}, "")
+        assert server.http.get(path).status_code == 200
+        assert server.post(f"/v1/batches/{batch['id']}/cancel").status_code == 200
+        assert finished(server, batch)["status"] == "cancelled"
+        assert server.http.get(path).status_code == 404, "it has expired meanwhile"
+        other = create(server, line("a"))
+        assert finished(server, other)["status"] == "completed"
+        assert server.http.delete(f"/v1/files/{other['input_file_id']}").json()["deleted"] is True
+        again = {"input_file_id": other["input_file_id"], "endpoint": "/v1/completions"}
+        assert server.post("/v1/batches", again).json()["error"]["param"] == "input_file_id"
+
+
 def test_a_batch_expires(checkpoint: Path, tmp_path: Path) -> None:
     with stateful(checkpoint, tmp_path) as server:
         server.script("never", token_ids("z") * 400, delay=1)
@@ -403,3 +493,18 @@ def test_what_is_no_text_fails_its_line_only(server: RunningServer) -> None:
     assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
     assert list(rows(server, batch["output_file_id"])) == ["good"]
     assert set(rows(server, batch["error_file_id"])) == {"line-1", "prompt"}
+
+
+def test_every_part_of_a_line_with_every_kind_of_value(server: RunningServer) -> None:
+    """Each line gets one reply, whatever is in it, and none a 5xx."""
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": ["hi"], "max_tokens": 1, "stop": None}}
+    lines = [put(good, place, value) for place in places_in(good) for value in FEW]
+    content = "\n".join(json.dumps(one | ({"custom_id": f"l{i}"} if one["custom_id"] == "a" else {})) for i, one in enumerate(lines))
+    batch = create(server, content + "\n\n[]\n5\n{\n\x00\n")
+    assert wait_until(lambda: server.http.get(f"/v1/batches/{batch['id']}").json()["status"] in ENDED, 30)
+    done = finished(server, batch)
+    assert done["status"] == "completed"
+    replies = rows(server, done["output_file_id"]) | rows(server, done["error_file_id"])
+    assert len(replies) == done["request_counts"]["total"] == len(lines) + 4
+    assert {r["response"]["status_code"] for r in replies.values() if r["response"]} <= {200, 400, 404}
+    assert "internal_error" not in json.dumps(list(replies.values()))

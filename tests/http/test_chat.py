@@ -229,30 +229,44 @@ def test_fields_of_openais_without_an_effect_are_taken(server: RunningServer) ->
     assert server.post(PATH, {"messages": HI, **dict.fromkeys(extra)}).status_code == 200
 
 
-def test_a_budget_that_cannot_be_held_says_why(checkpoint: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("more", [(), ("<think>", "</think>")], ids=["several tokens", "one token"])
+def test_what_the_engine_is_told_of_reasoning(tmp_path: Any, more: tuple[str, ...]) -> None:
+    """The same, however many tokens its markers are: a budget, and a form of the answer, hold behind them."""
     from octavo.frontend.http.settings import ServerSettings
     from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-    settings = ServerSettings(reasoning_parser="think")
-    with running_server(checkpoint, settings) as server:
-        # Its text does, but for what a grammar must follow.
-        assert server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).status_code == 200
-        held = server.fake.seen[-1].sampling.constraint
-        assert (held.reasoning_start, held.reasoning_end, held.reasoning_budget) == ("<think>", "</think>", 5)
-        assert held.reasoning_stop_ids == server.tokens("</think>")
-        form = {"response_format": {"type": "json_object"}}
-        error = server.post(PATH, {"messages": HI, "thinking_token_budget": 5, **form}).json()["error"]
-        assert error["param"] == "thinking_token_budget"
-        assert f"the marker </think> of this model's reasoning is {len(server.tokens('</think>'))} tokens" in error["message"]
-    marked = write_tiny_checkpoint(tmp_path, more=("<think>", "</think>"))
-    with running_server(marked, settings) as server:
-        assert server.post(PATH, {"messages": HI, "thinking_token_budget": 5}).status_code == 200
-        assert server.fake.seen[-1].sampling.constraint.reasoning_end == ""
-        # What the prompt has closed already needs no limit.
-        closed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think></think>"}]
-        body = {"messages": closed, "add_generation_prompt": False, "continue_final_message": True, "thinking_token_budget": 5}
-        assert server.post(PATH, body).status_code == 200
-        assert server.fake.seen[-1].sampling.constraint is None
+    form = {"response_format": {"type": "json_object"}}
+    with running_server(write_tiny_checkpoint(tmp_path, more=more), ServerSettings(reasoning_parser="think")) as server:
+
+        def told(**extra: Any) -> Any:
+            reply = server.post(PATH, {"messages": HI, **extra})
+            assert reply.status_code == 200, reply.text
+            return server.fake.seen[-1].sampling.constraint
+
+        for extra in ({}, form):
+            held = told(thinking_token_budget=5, **extra)
+            assert (held.reasoning_start, held.reasoning_end, held.reasoning_budget) == ("<think>", "</think>", 5)
+            assert held.reasoning_stop_ids == server.tokens("</think>")
+            assert bool(held.grammar) == bool(extra)
+        going_on = {"add_generation_prompt": False, "continue_final_message": True, "thinking_token_budget": 5}
+
+        def gone_on(text: str, **extra: Any) -> Any:
+            return told(messages=[*HI, {"role": "assistant", "content": text}], **going_on, **extra)
+
+        # Within the reasoning that the message has begun.
+        held = gone_on("<think>First I")
+        assert (held.reasoning_start, held.reasoning_end, held.reasoning_budget) == ("", "</think>", 5)
+        # What it has closed already, or never had, needs no limit; the form of the answer begins at once.
+        for text in ("<think></think>", "<think>x</think>It is", "It is"):
+            assert gone_on(text) is None
+            held = gone_on(text, **form)
+            assert (held.reasoning_start, held.reasoning_end) == ("", "")
+            assert held.grammar
+        refused = server.post(PATH, {"messages": HI, "thinking_token_budget": 5, "use_beam_search": True}).json()["error"]
+        assert (refused["param"], "thinking_token_budget" in refused["message"]) == ("use_beam_search", True)
+        reply = server.post("/v1/responses", {"input": "hi", "thinking_token_budget": 6})
+        assert reply.status_code == 200
+        assert server.fake.seen[-1].sampling.constraint.reasoning_budget == 6
 
 
 def test_template_from_a_request_when_trusted(checkpoint: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -9,6 +11,7 @@ import time
 
 import pytest
 
+from octavo.frontend.http.sse import cancel
 from tests.support.http_server import RunningServer, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -49,6 +52,29 @@ def test_disconnect_aborts(server: RunningServer, path: str, stream: bool, abrup
     assert len(server.fake.aborted) > aborted
     assert server.llm.live_requests() == 0
     assert wait_until(lambda: server.http.get("/load").json()["server_load"] == 0)
+
+
+async def test_work_that_misses_its_cancellation_is_cancelled_again() -> None:
+    """As `asyncio.wait_for` makes it miss one that comes while what it waits for is being done."""
+    ends: list[str] = []
+
+    async def work() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        try:
+            await asyncio.sleep(10)
+        finally:
+            ends.append("cancelled")
+
+    async def fails() -> None:
+        raise ValueError("never looked at")
+
+    tasks = [asyncio.ensure_future(work()), asyncio.ensure_future(fails())]
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await cancel(*tasks, again=0.1)
+    assert ends == ["cancelled"]
+    assert 0.05 < time.monotonic() - began < 5
 
 
 def test_disconnect_of_a_batch_aborts_every_prompt(server: RunningServer) -> None:

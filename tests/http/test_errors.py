@@ -426,6 +426,19 @@ def test_a_field_that_is_not_done_yet_is_no_fault_of_the_server(
     error = error_of(server.http.request(method, path, json=body), 400)
     assert (error["type"], error["code"]) == ("NotImplementedError", 400)
     assert word in error["message"]
+    assert error["param"] in (word, "input")
+
+
+@pytest.mark.parametrize(
+    "item", [5, {"type": "x"}, {"role": "x"}, {"role": "user", "content": 5}, {"type": "function_call"}, {"type": "item_reference"}]
+)
+def test_errors_about_items_name_the_field_that_holds_them(server: RunningServer, item: Any) -> None:
+    assert error_of(server.post("/v1/responses", {"input": [item]}), 400)["param"] == "input"
+    assert error_of(server.post("/v1/conversations", {"items": [item]}), 400)["param"] == "items"
+    kept = server.post("/v1/conversations", {}).json()["id"]
+    assert error_of(server.post(f"/v1/conversations/{kept}/items", {"items": [item]}), 400)["param"] == "items"
+    error = error_of(server.post("/v1/responses", {"input": "x", "conversation": "nope"}), 404)
+    assert error["param"] == "conversation"
 
 
 def test_a_kept_response_cannot_be_streamed(server: RunningServer) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -92,6 +94,36 @@ def test_a_body_that_stops_is_cut_off(server: ServerProcess) -> None:
         reply = read_all(sock)
     assert reply.startswith(b"HTTP/1.1 408 ")
     assert json.loads(reply.split(b"\r\n\r\n", 1)[1])["error"]["code"] == 408
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("abrupt", [False, True])
+def test_who_sends_several_requests_at_once_and_leaves_takes_all_of_them_along(server: ServerProcess, stream: bool, abrupt: bool) -> None:
+    """The one in work is not the one that came last."""
+    logged = len(server.log)
+    with connected(server) as sock:
+        sock.sendall(post("/v1/completions", json.dumps({**FOREVER, "max_tokens": 60_000, "stream": stream}).encode()) * 4)
+        assert wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
+        if abrupt:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert wait_until(lambda: is_idle(server), 3)
+    time.sleep(0.3)
+    assert is_idle(server), "those behind it were not begun"
+    assert "Traceback" not in server.log[logged:]
+    assert serves(server)
+
+
+def test_several_requests_at_once_are_answered_in_their_order(server: ServerProcess) -> None:
+    with connected(server) as sock:
+        sock.sendall(
+            b"".join(post("/v1/completions", json.dumps({"prompt": [40 + i], "echo": True, "max_tokens": 1}).encode()) for i in range(5))
+        )
+        data = b""
+        while data.count(b'"finish_reason"') < 5:
+            data += sock.recv(1 << 16)
+    texts = re.findall(rb'"text":"(.)', data)
+    assert texts == sorted(texts)
+    assert len(set(texts)) == 5
 
 
 def test_a_slow_body_that_keeps_coming_is_read(server: ServerProcess) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.http.test_every_field import GOOD, VALUES, bodies_of, fields_of, sent, with_field
 from tests.support.http_server import RunningServer
 from tests.support.server_process import ServerProcess, server_process
 from tests.support.tiny_pooling import save_pooling, write_modules
@@ -90,7 +91,6 @@ def test_the_openai_client(embedder: ServerProcess) -> None:
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": ["a"] * 9}, "input"),
         ("/pooling", {"input": "a", "task": "sing"}, "task"),
-        ("/classify", {"input": "a"}, "task"),
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"text_1": ["a", "man"], "text_2": ["a", "man", "is"]}, "text_1"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
@@ -165,6 +165,19 @@ def test_long_input_can_be_cut(embedder: ServerProcess) -> None:
     assert reply.json()["usage"]["prompt_tokens"] == 16
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/pooling", "/classify", "/v1/score", "/v1/rerank", "/v1/chat/completions", "/tokenize"]
+)
+def test_every_field_with_every_kind_of_value(embedder: ServerProcess, ranker: ServerProcess, path: str) -> None:
+    for server in (embedder, ranker):
+        schema = bodies_of(server.http.get("/openapi.json").json())[path]
+        for field in fields_of(schema):
+            for value in VALUES:
+                sent(server, path, with_field(GOOD[path], field, value))
+        assert server.http.get("/health").status_code == 200
+    assert sent(embedder, "/v1/score", GOOD["/v1/score"]).status_code == 200
+
+
 def test_what_a_model_that_pools_cannot_do(embedder: ServerProcess) -> None:
     reply = post(embedder, "/v1/completions", {"prompt": "a man"})
     assert reply.status_code == 400
@@ -183,6 +196,30 @@ def test_reranking_with_embeddings_follows_their_cosines(embedder: ServerProcess
     results = post(embedder, "/v1/rerank", {"query": TEXTS[0], "documents": TEXTS, "top_n": 2}).json()["results"]
     assert [r["relevance_score"] for r in results] == pytest.approx(sorted(scores, reverse=True)[:2])
     assert results[0]["document"] == {"text": TEXTS[0]}
+
+
+def test_texts_of_a_ranking_are_left_out_if_they_are_not_wanted(embedder: ServerProcess) -> None:
+    body = {"query": TEXTS[0], "documents": TEXTS}
+    assert {tuple(r) for r in post(embedder, "/rerank", {**body, "return_documents": False}).json()["results"]} == {
+        ("index", "relevance_score")
+    }
+    for wish in ({"return_documents": True}, {"return_documents": None}, {}):
+        assert all(r["document"]["text"] == TEXTS[r["index"]] for r in post(embedder, "/rerank", {**body, **wish}).json()["results"])
+    assert post(embedder, "/rerank", {**body, "return_documents": "no"}).json()["error"]["param"] == "return_documents"
+
+
+def test_errors_name_no_field_that_was_not_given(embedder: ServerProcess) -> None:
+    reply = post(embedder, "/classify", {"input": "x"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, None)
+    assert "cannot do 'classify'" in reply.json()["error"]["message"]
+    reply = post(embedder, "/pooling", {"input": "x", "task": "classify"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "task")
+
+
+def test_fields_of_conversations_mean_nothing_beside_texts(embedder: ServerProcess) -> None:
+    for extra in ({"documents": ["a"]}, {"documents": 5}, {"chat_template": {}}, {"add_generation_prompt": "x"}, {"zork": []}):
+        for path in ("/v1/embeddings", "/pooling"):
+            assert post(embedder, path, {"input": "x", **extra}).status_code == 200, extra
 
 
 def test_a_model_for_pairs(ranker: ServerProcess) -> None:

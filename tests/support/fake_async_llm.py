@@ -109,7 +109,7 @@ class FakeClient:
         sampling, queued = request.sampling, time.monotonic()
         text = self.decode(request.prompt_token_ids)
         rule = next((r for r in reversed(self.rules) if r.prompt in text), Rule("", []))
-        eos = request.eos_token_ids[0]
+        eos = (request.eos_token_ids or [0])[0]  # none with ignore_eos
         first = 0.0
         assert sampling.max_tokens is not None
         for number in range(sampling.max_tokens):

@@ -97,6 +97,7 @@ def running_server(
 
     async def main() -> None:
         sock = socket.socket()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so only where the protocol was named
         sock.bind(("127.0.0.1", 0))
         sock.listen(128)
         llm = fake_async_llm(folder, **engine)

@@ -7,16 +7,16 @@ constrained sequence never has two steps in flight; its neighbours in the batch 
 from __future__ import annotations
 
 import concurrent.futures
-import enum
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
+from octavo.core.reasoning import Marker, Phase, Reasoning, allow, marker_of
 from octavo.core.restriction import Restriction
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
@@ -27,17 +27,9 @@ from octavo.protocol.step import Int32, TokenMasks
 if TYPE_CHECKING:
     from octavo.core.request import Request
 
+MAX_MARKERS = 64
 WAIT_SECONDS = 0.002
 """How long a turn with nothing else to do waits for a grammar."""
-
-
-class Phase(enum.IntEnum):
-    """Where a sequence is."""
-
-    UNDECIDED = 0
-    """Its first token tells whether it reasons."""
-    REASONING = 1
-    ANSWER = 2
 
 
 class Constraint:
@@ -46,7 +38,7 @@ class Constraint:
     Args:
         matcher: at the beginning of the grammar; None when only the reasoning is limited.
         eos: tokens that end the sequence once the grammar is complete.
-        tokens: the texts of all tokens, for reasoning that is marked by text.
+        reasoning: at the beginning of the output.
         restriction: what the request forbids besides.
     """
 
@@ -55,7 +47,7 @@ class Constraint:
         spec: OutputConstraint,
         matcher: Matcher | None,
         eos: Sequence[int],
-        tokens: Sequence[bytes] = (),
+        reasoning: Reasoning,
         restriction: Restriction | None = None,
     ) -> None:
         self._spec = spec
@@ -68,21 +60,11 @@ class Constraint:
         self._late: list[int] = []
         """Tokens that the matcher has not been told yet."""
         self._eos = frozenset(eos)
+        self._reasoning = reasoning
+        self._trial = matcher.fork() if matcher is not None and reasoning.phase is Phase.UNDECIDED else None
+        """Follows what may yet be an answer that begins like a marker; None once it cannot."""
         self.finished = False
         """The grammar is complete and an end token came: the sequence ends here, whatever else is wished."""
-        self._reasoned = 0
-        self._forced: deque[int] = deque()
-        self._tail: deque[int] = deque(maxlen=len(spec.reasoning_end_ids) or 1)
-        self._tokens = tokens
-        self._text = b""
-        """What may be the beginning of the marker that comes next."""
-        if spec.reasoning_end:
-            self._phase = Phase.UNDECIDED if spec.reasoning_start else Phase.REASONING
-        elif not spec.reasoning_end_ids:
-            self._phase = Phase.ANSWER
-        else:
-            self._phase = Phase.UNDECIDED if spec.reasoning_start_ids else Phase.REASONING
-        self._check_budget()
 
     def accept(self, token: int) -> None:
         """The sequence goes on by `token`.
@@ -90,57 +72,28 @@ class Constraint:
         Raises:
             GrammarError: the grammar does not allow it, or became too complex.
         """
-        if self._spec.reasoning_end and self._phase is not Phase.ANSWER:
-            self._follow_text(token)
-            return
-        if self._phase is Phase.UNDECIDED:
-            reasons = token == self._spec.reasoning_start_ids[0]
-            self._phase = Phase.REASONING if reasons else Phase.ANSWER
-            if reasons:
-                self._check_budget()
-                return
-        if self._phase is Phase.REASONING:
-            self._reason(token)
+        before = self._reasoning.phase
+        if before is not Phase.ANSWER:
+            self._reasoning.accept(token)
+            if before is Phase.UNDECIDED and self.matcher is not None:
+                self._try(self.matcher, token)
         elif self.matcher is not None and not self.finished:
             self._answer(self.matcher, token)
 
-    def _reason(self, token: int) -> None:
-        self._reasoned += 1
-        if self._forced:
-            self._forced.popleft()
-        self._tail.append(token)
-        if list(self._tail) == self._spec.reasoning_end_ids:
-            self._phase = Phase.ANSWER
-            self._forced.clear()
-        else:
-            self._check_budget()
-
-    def _follow_text(self, token: int) -> None:
-        """Markers of several tokens: their text may end, or begin, in the middle of a token."""
-        start, end = self._spec.reasoning_start.encode(), self._spec.reasoning_end.encode()
-        self._text += self._tokens[token] if token < len(self._tokens) else b""
-        if self._phase is Phase.UNDECIDED:
-            begun = self._text.lstrip()
-            if not begun.startswith(start):
-                if not start.startswith(begun):
-                    self._phase = Phase.ANSWER
-                return
-            self._phase, self._text = Phase.REASONING, begun[len(start) :]
-        else:
-            self._reasoned += 1
-            if self._forced:
-                self._forced.popleft()
-        if end in self._text:
-            self._phase = Phase.ANSWER
-            self._forced.clear()
-        else:
-            self._text = self._text[-len(end) :]
-            self._check_budget()
-
-    def _check_budget(self) -> None:
-        budget = self._spec.reasoning_budget
-        if self._phase is Phase.REASONING and budget is not None and self._reasoned == budget and not self._forced:
-            self._forced.extend(self._spec.reasoning_stop_ids)
+    def _try(self, matcher: Matcher, token: int) -> None:
+        """Until its beginning is known for one of a reasoning, the output is one of an answer too."""
+        phase, trial = self._reasoning.phase, self._trial
+        if phase is Phase.UNDECIDED:
+            if trial is not None and token in self._eos and trial.complete:
+                self.finished = True
+            elif trial is not None and not trial.accept(token):
+                self._trial = None
+            return
+        self._trial = None
+        if self._reasoning.begun:
+            return
+        self.matcher = trial if trial is not None else matcher
+        self._answer(self.matcher, token)
 
     def _answer(self, matcher: Matcher, token: int) -> None:
         if token in self._eos and matcher.complete:
@@ -152,18 +105,26 @@ class Constraint:
 
     def mask(self, words: Words) -> Matcher | None:
         """Write what may come next into `words`, all of it; or return the matcher that will (it may be asked in parallel)."""
-        if self._forced:
+        if (forced := self._reasoning.forced) is not None:
             words[:] = 0
-            _allow(words, self._forced[0])
+            allow(words, (forced,))
             return None
-        if self._phase is Phase.REASONING or self.matcher is None:
+        if self.matcher is None:
             words[:] = -1
             return None
-        if self._phase is Phase.UNDECIDED:
-            self.matcher.fill(words)
-            _allow(words, self._spec.reasoning_start_ids[0])
-            return None
-        return self.matcher
+        match self._reasoning.phase:
+            case Phase.REASONING:
+                words[:] = -1
+                self._reasoning.forbid_overruns(words)
+                return None
+            case Phase.UNDECIDED:
+                words[:] = 0
+                if self._trial is not None:
+                    self._trial.fill(words)
+                self._reasoning.allow_start(words)
+                return None
+            case Phase.ANSWER:
+                return self.matcher
 
     @property
     def slow(self) -> bool:
@@ -173,7 +134,7 @@ class Constraint:
     @property
     def follows_grammar(self) -> bool:
         """The grammar alone says what comes next."""
-        return self._phase is Phase.ANSWER and self.matcher is not None and not self._forced
+        return self._reasoning.phase is Phase.ANSWER and self.matcher is not None and self._reasoning.forced is None
 
     def catch_up(self) -> None:
         """Tell the matcher what it has not been told. What it cannot follow is its `problem` then."""
@@ -194,7 +155,8 @@ class Constraint:
 
     def problem(self) -> str:
         """Why the last mask is of no use; "" if it is."""
-        problem = "" if self.matcher is None else self.matcher.problem()
+        matcher = self._trial or self.matcher
+        problem = "" if matcher is None else matcher.problem()
         if not problem:
             return ""
         if runs_dead(problem):
@@ -214,16 +176,24 @@ class Constraint:
         return f"{source}: the output came to a place where {fields} forbid every token that may come next. Change one or the other."
 
 
-def _allow(words: Words, token: int) -> None:
-    bits: Any = words.view(np.uint32)
-    if token // 32 < len(bits):
-        bits[token // 32] |= np.uint32(1 << (token % 32))
-
-
 def blamed(request: Request) -> str | None:
     """The field of a request that its constraint comes from."""
     spec = request.sampling.constraint
     return None if spec is None else spec.field.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """Siblings that wait, and for what."""
+
+    siblings: list[Request]
+    grammar: Future[Any] | None
+    start: Future[Marker] | None
+    end: Future[Marker] | None
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        return [future for future in (self.grammar, self.start, self.end) if future is not None]
 
 
 class Constraints:
@@ -232,15 +202,17 @@ class Constraints:
     def __init__(self) -> None:
         self._compiler = GrammarCompiler()
         self.turns = MaskTurns(self._compiler)
-        self._parked: list[tuple[list[Request], Future[Any] | None]] = []
+        self._parked: list[_Parked] = []
+        self._markers: dict[str, Future[Marker]] = {}
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         self._compiler.set_vocabulary(vocabulary)
+        self._markers.clear()
 
     @property
     def num_parked(self) -> int:
         """Sequences that wait for their grammar."""
-        return sum(len(siblings) for siblings, _ in self._parked)
+        return sum(len(parked.siblings) for parked in self._parked)
 
     @property
     def num_waiting(self) -> int:
@@ -257,7 +229,18 @@ class Constraints:
         assert spec is not None
         if not self._compiler.num_words:
             raise GrammarError("The engine was sent no vocabulary, which constrained output needs.")
-        self._parked.append((siblings, self._compiler.compile(spec.grammar, spec.cost) if spec.grammar else None))
+        grammar = self._compiler.compile(spec.grammar, spec.cost) if spec.grammar else None
+        self._parked.append(_Parked(siblings, grammar, self._marker(spec.reasoning_start), self._marker(spec.reasoning_end)))
+
+    def _marker(self, text: str) -> Future[Marker] | None:
+        """The tokens of a marker; looked for once."""
+        if not text:
+            return None
+        if text not in self._markers:
+            if len(self._markers) >= MAX_MARKERS:
+                self._markers.clear()
+            self._markers[text] = self._compiler.in_background(marker_of, text, self._compiler.tokens)
+        return self._markers[text]
 
     def ready(self, *, wait: bool) -> list[tuple[list[Request], str]]:
         """Siblings that have their constraints now, each with "" or why they cannot have one.
@@ -265,26 +248,32 @@ class Constraints:
         Args:
             wait: up to `WAIT_SECONDS` for the first.
         """
-        futures = [future for _, future in self._parked if future is not None]
-        if wait and futures and len(futures) == len(self._parked):
-            concurrent.futures.wait(futures, timeout=WAIT_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED)
+        awaited = [parked.futures for parked in self._parked]
+        if wait and awaited and all(awaited):
+            concurrent.futures.wait(
+                [future for futures in awaited for future in futures],
+                timeout=WAIT_SECONDS,
+                return_when=concurrent.futures.FIRST_COMPLETED,
+            )
         # Each is asked once: one that is done a moment later must not be missing from both.
-        done: list[tuple[list[Request], Future[Any] | None]] = []
-        waiting: list[tuple[list[Request], Future[Any] | None]] = []
-        for entry in self._parked:
-            (done if entry[1] is None or entry[1].done() else waiting).append(entry)
+        done: list[_Parked] = []
+        waiting: list[_Parked] = []
+        for parked in self._parked:
+            (done if all(future.done() for future in parked.futures) else waiting).append(parked)
         self._parked = waiting
-        return [(siblings, self._equip(siblings, future)) for siblings, future in done]
+        return [(parked.siblings, self._equip(parked)) for parked in done]
 
-    def _equip(self, siblings: list[Request], compiled: Future[Any] | None) -> str:
+    def _equip(self, parked: _Parked) -> str:
         try:
-            for request in siblings:
+            start, end = (None if marker is None else marker.result() for marker in (parked.start, parked.end))
+            for request in parked.siblings:
                 spec = request.sampling.constraint
                 assert spec is not None
-                matcher = None if compiled is None else self._compiler.matcher(compiled)
+                matcher = None if parked.grammar is None else self._compiler.matcher(parked.grammar)
+                reasoning = Reasoning(spec, self._compiler.tokens, start, end)
                 eos = self._compiler.eos_token_ids or request.eos_token_ids
                 restriction = Restriction.of(request.sampling, self._compiler.num_words)
-                request.constraint = Constraint(spec, matcher, eos, self._compiler.tokens, restriction)
+                request.constraint = Constraint(spec, matcher, eos, reasoning, restriction)
                 for token in request.tokens[request.num_prompt :]:  # those that an engine before this one had sent
                     request.constraint.accept(token)
         except GrammarError as error:

@@ -168,8 +168,11 @@ class PoolingProcessor:
         self._processor = processor
         self._embedding_size = embedding_size
 
-    def task(self, asked: PoolingTask | None) -> PoolingTask:
-        """What to do when `asked` is what the user wants; None is what the model is for.
+    def task(self, asked: PoolingTask | None, given: str | None = None) -> PoolingTask:
+        """What to do when `asked` is wanted; None is what the model is for.
+
+        Args:
+            given: what the user named as `task`, if anything: an error about something else is not about that field.
 
         Raises:
             InvalidRequest: the model is not for that.
@@ -178,11 +181,13 @@ class PoolingProcessor:
         task = asked or ("classify" if classifies else "embed")
         if (task in ("embed", "token_embed") and classifies) or (task == "classify" and not classifies):
             can = "classify, score" if classifies else "embed, token_embed, score"
-            raise InvalidRequest(f"{self._config.model.name} cannot do {task!r}. It can do: {can}.", param="task")
+            raise InvalidRequest(
+                f"{self._config.model.name} cannot do {task!r}. It can do: {can}.", param="task" if asked == given else None
+            )
         if task == "score" and len(self.labels) > 1:
             raise InvalidRequest(
                 f"Scores need a model with one class, or one that makes embeddings; {self._config.model.name} has {len(self.labels)} classes.",
-                param="task",
+                param="task" if asked == given else None,
             )
         return task
 
@@ -240,7 +245,7 @@ class PoolingProcessor:
             raise InvalidRequest(f"pooling_params must be PoolingParams, got {type(params).__name__}.", param="pooling_params")
         params = PoolingParams() if params is None else params
         asked: Any = task or params.task
-        resolved = msgspec.structs.replace(params, task=self.task(asked))
+        resolved = msgspec.structs.replace(params, task=self.task(asked, params.task))
         if resolved.dimensions is not None and resolved.dimensions > self._embedding_size:
             raise InvalidRequest(
                 f"dimensions={resolved.dimensions} is more than this model has ({self._embedding_size}).", param="dimensions"

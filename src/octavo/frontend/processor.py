@@ -111,7 +111,7 @@ class InputProcessor:
         sampling = self.check_sampling(params, grammar)
         _check_names(request_id, priority)
         if lora_request is not None:
-            raise NotYet("lora_request: Octavo does not do LoRA adapters yet. Leave it out.")
+            raise NotYet("lora_request: Octavo does not do LoRA adapters yet. Leave it out.", param="lora_request")
         salt = _check_salt(cache_salt if cache_salt is not None else parsed.cache_salt)
         if truncate_prompt_tokens is None:
             self.check_text_length(parsed, sampling)
@@ -167,7 +167,7 @@ class InputProcessor:
         first = self._constrain(sampling, grammar)
         for name in NOT_YET:
             if getattr(sampling, name):
-                raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.")
+                raise NotYet(f"{name}: Octavo does not do this yet. Leave it out.", param=name)
         sampling.bad_words_token_ids = None
         sampling.extra_args = None  # nothing behind the door reads them, and they may hold what no message can
         for name in ("logprobs", "prompt_logprobs"):

@@ -85,7 +85,7 @@ def _is_integer(value: Any) -> bool:
 def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     for key, what in _NOT_YET.items():
         if prompt.get(key) is not None and not (hasattr(prompt[key], "__len__") and len(prompt[key]) == 0):
-            raise NotYet(f"{key}: Octavo does not take {what} yet. Send text or token ids.")
+            raise NotYet(f"{key}: Octavo does not take {what} yet. Send text or token ids.", param=key)
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise InvalidRequest(f"prompt must be a string, got {type(text).__name__}.", param="prompt")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{n}}}" for n in (2, 4, 6, 8, 12, 16, 24, 32)), f"{_IN_STRING}+")
 """Sets of tokens that the engine allows as a whole where all of their texts may come, instead of looking at each. The lengths are for strings
 with a `maxLength`: the engine's own choice (10, 30) has it look at every token as soon as ten characters are left. Masks are the same."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Words = npt.NDArray[np.int32]
 """[vocabulary / 32] one bit a token, lowest first."""
@@ -91,9 +94,7 @@ class GrammarCompiler:
         if known is not None:
             self._cache.move_to_end(source)
             return known[0]
-        if not self._lanes:
-            self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar") for _ in range(COMPILE_THREADS)]
-        cheap, costly = self._lanes
+        cheap, costly = self._threads()
         if self._tokenizer is None:
             self._tokenizer = cheap.submit(engine_tokenizer, self._vocabulary)
         future = (costly if cost >= COSTLY else cheap).submit(_compile, self._tokenizer, source)
@@ -102,6 +103,16 @@ class GrammarCompiler:
         while len(self._cache) > MAX_CACHED or (self._cached_cost > MAX_CACHED_COST and len(self._cache) > 1):
             self._cached_cost -= self._cache.popitem(last=False)[1][1]
         return future
+
+    def in_background(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """`work` in the thread that compiles what is cheap."""
+        return self._threads()[0].submit(work, *args, **kwargs)
+
+    def _threads(self) -> list[ThreadPoolExecutor]:
+        """For grammars that are cheap, and for costly ones."""
+        if not self._lanes:
+            self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar") for _ in range(COMPILE_THREADS)]
+        return self._lanes
 
     @staticmethod
     def matcher(compiled: Future[Any]) -> Matcher:

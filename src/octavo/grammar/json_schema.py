@@ -209,12 +209,17 @@ def endless(schema: Any) -> Path | None:
     return search(schema, (), 0)
 
 
+def _index(part: str) -> int:
+    """The place in a list that a step of a JSON pointer names; beyond the end of any list if it is none."""
+    return int(part) if part.isdecimal() and len(part) < _INDEX_DIGITS else 10**_INDEX_DIGITS
+
+
 def _target(schema: Any, reference: str) -> Any:
     """What a $ref into the same schema points at; True (anything) if that is not there."""
     node = schema
     for part in (step.replace("~1", "/").replace("~0", "~") for step in reference.removeprefix("#").split("/")[1:]):
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            node = node[int(part)]
+        if isinstance(node, list) and (at := _index(part)) < len(node):
+            node = node[at]
         elif isinstance(node, dict) and part in node:
             node = node[part]
         else:
@@ -222,6 +227,7 @@ def _target(schema: Any, reference: str) -> Any:
     return node
 
 
+_INDEX_DIGITS = 12
 SEARCH_SECONDS = 1.0
 """How long the place of a problem is looked for: then the place found so far has to do."""
 
@@ -282,8 +288,8 @@ def lost_reference(schema: Any) -> Path | None:
 def followed(path: Path, node: Any, fragment: str) -> tuple[Path, Any] | None:
     """What a JSON pointer ("/$defs/a") leads to from the part at `path`; None if it is not there."""
     for part in (unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:]):
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            path, node = (*path, int(part)), node[int(part)]
+        if isinstance(node, list) and (at := _index(part)) < len(node):
+            path, node = (*path, at), node[at]
         elif isinstance(node, dict) and part in node:
             path, node = (*path, part), node[part]
         else:

@@ -251,6 +251,9 @@ def _document(value: Any, param: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(_text(value, "structural_tag", param))
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{param}.structural_tag holds half of a surrogate pair, which is no character.", param=param) from None
         except RecursionError:
             raise InvalidRequest(f"{param}.structural_tag is nested too deeply.", param=param) from None
         except ValueError as e:

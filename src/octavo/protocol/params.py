@@ -54,21 +54,19 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
     """Grammar text for `octavo.grammar`; empty for none."""
     cost: int = 0
     """Milliseconds that compiling it takes, where that is more than a few."""
-    reasoning_start_ids: list[int] = []
-    """The token that opens the reasoning, when the model decides whether to reason. Empty: it does so from its first token on
-    if there is a `reasoning_end_ids`."""
-    reasoning_end_ids: list[int] = []
-    """The run of tokens that ends the reasoning; empty when there is none to wait for."""
     reasoning_budget: int | None = None
     """Most tokens of reasoning."""
     field: str = "structured_outputs"
     """The request's field that the grammar comes from, for errors."""
+    reasoning_start: str = ""
+    """The text that opens the reasoning, when the model decides whether to reason. Empty: it does so from its first token on, if there
+    is a `reasoning_end` or a `reasoning_end_ids`."""
+    reasoning_end: str = ""
+    """The text that ends the reasoning: a model may cut it into tokens in several ways."""
+    reasoning_end_ids: list[int] = []
+    """The run of control tokens that ends the reasoning, where it is these tokens and not their text."""
     reasoning_stop_ids: list[int] = []
     """What is written when the budget is used up; ends with `reasoning_end_ids`, or stands for `reasoning_end`."""
-    reasoning_start: str = ""
-    """The text that opens the reasoning, where it is no single token; then a grammar cannot be given too."""
-    reasoning_end: str = ""
-    """The text that ends the reasoning, where it is no single token: a model may cut it into tokens in several ways."""
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
@@ -107,6 +105,13 @@ def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}.", param=name)
     return value
+
+
+def _token_id(key: Any) -> int:
+    """A token id as JSON writes it where names stand."""
+    if isinstance(key, str) and len(key) > 20:
+        raise ValueError(f"{key[:20]!r}... is none")
+    return int(key)
 
 
 def _strings(name: str, value: Any) -> list[str]:
@@ -239,7 +244,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             if not isinstance(self.logit_bias, dict):
                 raise InvalidRequest("logit_bias must map token ids to numbers.", param="logit_bias")
             try:
-                self.logit_bias = {int(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()}
+                self.logit_bias = {_token_id(k): min(100.0, max(-100.0, _number("logit_bias", v))) for k, v in self.logit_bias.items()}
             except (TypeError, ValueError) as e:
                 if isinstance(e, InvalidRequest):
                     raise

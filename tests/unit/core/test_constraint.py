@@ -7,11 +7,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
-from octavo.core.constraint import Constraint
 from octavo.grammar.compiler import GrammarCompiler, Matcher, Words
 from octavo.protocol.engine import FinishReason, Vocabulary
 from octavo.protocol.params import OutputConstraint
@@ -162,48 +159,6 @@ def test_a_resumed_request_goes_on_in_its_grammar() -> None:
     engine.run()
     assert engine.seen["a", 0].error is None
     assert len(engine.tokens("a")) == 4
-
-
-WORDS = [b"", b"<", b"/", b"think", b">", b"</", b"think>", b"\n\n", b"so", b" </thi", b"nk>\nyes", b"</thinker"]
-BY_TEXT = OutputConstraint(reasoning_start="<think>", reasoning_end="</think>", reasoning_stop_ids=[5, 6], reasoning_budget=3)
-
-
-def forced(constraint: Constraint) -> int | None:
-    """The only token that may come next; None if any may."""
-    words = np.zeros(1, np.int32)
-    assert constraint.mask(words) is None
-    return None if words[0] == -1 else int(words[0]).bit_length() - 1
-
-
-@pytest.mark.parametrize(
-    ("tokens", "then"),
-    [
-        ([1, 3, 4, 8, 8], None),  # two tokens of reasoning
-        ([1, 3, 4, 8, 8, 8], 5),
-        ([7, 1, 6, 8, 8, 8, 5], 6),  # blanks before the marker, which is cut in another way
-        ([1, 3, 4, 8, 8, 8, 5, 6, 8, 8, 8, 8], None),  # ended by force
-        ([1, 3, 4, 8, 9, 10, 8, 8, 8, 8], None),  # ended by itself, within a token that goes on
-        ([1, 3, 4, 8, 11, 8], 5),  # </thinker> is something else
-        ([8, 8, 8, 8, 8], None),  # no reasoning
-        ([1, 8, 8, 8, 8], None),  # <so
-        ([1, 3, 4, 5, 3, 9], 5),  # half a marker, which force makes whole
-    ],
-)
-def test_a_budget_by_text(tokens: list[int], then: int | None) -> None:
-    constraint = Constraint(BY_TEXT, None, [0], WORDS)
-    for token in tokens:
-        allowed = forced(constraint)
-        assert allowed in (None, token)
-        constraint.accept(token)
-    assert forced(constraint) == then
-
-
-def test_a_budget_by_text_where_the_prompt_has_begun_the_reasoning() -> None:
-    constraint = Constraint(msgspec.structs.replace(BY_TEXT, reasoning_start="", reasoning_budget=0), None, [0], WORDS)
-    for token in (5, 6):
-        assert forced(constraint) == token
-        constraint.accept(token)
-    assert forced(constraint) is None
 
 
 @pytest.fixture

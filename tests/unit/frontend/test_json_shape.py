@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.frontend.json_shape import MAX_CONTAINERS, MAX_DEPTH, MAX_FIELDS, MAX_TEXTS, MAX_VALUES, TooMuch, check_shape, json_shape
+from octavo.frontend.json_shape import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_FIELDS,
+    MAX_TEXTS,
+    MAX_VALUES,
+    TooMuch,
+    check_shape,
+    json_shape,
+)
 
 TEXT = st.text(alphabet=st.sampled_from('a"\\[]{}:,/bu é\n'), max_size=12)
 JSON = st.recursive(
@@ -57,6 +67,9 @@ def test_counts_are_those_of_the_decoded_value(value: Any, ascii_only: bool, ind
         (b"{" + b",".join(b'"k%d":1' % i for i in range(MAX_FIELDS + 1)) + b"}", "fields"),
         (b"[" + b'"",' * (MAX_TEXTS + 1) + b"1]", "texts"),
         (b"[" + b"1," * MAX_VALUES + b"1]", "values"),
+        (b'{"a":' + b"7" * (MAX_DIGITS + 1) + b"}", "digits"),
+        (b'{"a":-0.' + b"7" * (MAX_DIGITS + 1) + b"e5}", "digits"),
+        (b"[" + b"9" * 4000 + b"]", "digits"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "levels"),
         (b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1), "levels"),
         (b"[" * 200_000, "objects and lists"),  # no JSON, and never decoded
@@ -100,3 +113,28 @@ def test_it_takes_a_fraction_of_what_decoding_takes() -> None:
     begun = time.perf_counter()
     json.loads(data)
     assert scanned < time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("value", [10**308, -(10**319), "1" * 5000, "\\" + "1" * 5000, {"1" * 5000: [1, 2]}, float.fromhex("0x1.8p-1022")])
+def test_numbers_that_can_be_read_in_a_moment_are_taken(value: Any) -> None:
+    for text in (json.dumps(value), json.dumps([value, 1])):
+        check_shape(text.encode())
+
+
+@given(st.lists(st.integers(300, 340) | st.integers(1, 700), min_size=1, max_size=4), st.integers(0, 40))
+def test_digits_are_counted_exactly(lengths: list[int], blanks: int) -> None:
+    data = (" " * blanks + "[" + ",".join("5" * length for length in lengths) + "]").encode()
+    if max(lengths) > MAX_DIGITS:
+        with pytest.raises(TooMuch, match="digits"):
+            check_shape(data)
+    else:
+        check_shape(data)
+
+
+def test_a_body_of_long_numbers_takes_a_moment() -> None:
+    """The longest that are let through, as many as a body may have."""
+    data = b"[" + b",".join([b"7" * MAX_DIGITS] * (32_000_000 // (MAX_DIGITS + 1))) + b"]"
+    began = time.process_time()
+    check_shape(data)
+    json.loads(data)
+    assert time.process_time() - began < 2

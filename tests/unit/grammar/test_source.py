@@ -33,6 +33,7 @@ def refusal(**wish: Any) -> str:
         ({"properties": {"b": {"type": "null"}, "a": {"$ref": "#/$defs/gone"}}}, "$.properties.a: "),
         ({"properties": {"a": {"items": {"$ref": "http://example.com/x.json"}}}}, "$.properties.a.items: "),
         ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/gone"}]}}}, "$.$defs.x.anyOf[0]: "),
+        ({"properties": {"a": {"$ref": "#/anyOf/" + "9" * 5000}}, "anyOf": [{"type": "object"}]}, "$: "),
         ({"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"], "type": "object"}, "$.properties.a: "),
         ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, "$.properties.a: "),
     ],

@@ -316,8 +316,32 @@ def test_aliases_name_formats() -> None:
         tool_format("nope", None)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("think", "<think>so </thi", Reply(reasoning="so")),
+        ("think", "<think>a <", Reply(reasoning="a <")),
+        ("think", "<thi", Reply()),
+        ("deepseek_r1", "<thi", Reply()),
+        ("think", "so", Reply(text="so")),
+        ("granite", "Here is", Reply(text="Here is")),
+        ("granite", "Here is my thought process: so. Here is my", Reply(reasoning="so. Here is my")),
+    ],
+)
+def test_half_a_marker_at_the_end_of_a_reply_that_was_cut_is_not_shown(name: str, text: str, expected: Reply) -> None:
+    form = ReplyFormat(reasoning=REASONING_FORMATS[name], opened=REASONING_FORMATS[name].always)
+    assert read_whole(form, text, cut_short=True) == expected
+    assert joined(form, list(text), cut_short=True) == expected
+    ended = read_whole(form, text)
+    assert (ended.reasoning + ended.text).endswith(text[-2:]), "it is all there is where the model ended it"
+
+
 def test_what_a_prompt_says_of_the_reasoning() -> None:
     think = REASONING_FORMATS["think"]
     assert opened_by("<|im_start|>assistant\n<think>\n", think) is True
     assert opened_by("<think>\n\n</think>\n\n", think) is False
     assert opened_by("<|im_start|>assistant\n", think) is None
+    # Inside of a message of the assistant's: its last marker counts, and no user's.
+    for text, opened in (("<think>so", True), ("<think>so</think>yes", False), ("yes", False), ("<think>a</think>b<think>c", True)):
+        assert opened_by(f"user\n<think>?\nassistant\n{text}", think, text) is opened
+    assert opened_by("assistant\n<think>\nso", think, "so") is True

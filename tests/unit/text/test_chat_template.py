@@ -143,3 +143,12 @@ def test_tool_arguments_reach_templates_in_the_shape_they_read(arguments: Any) -
         assert render("{% set c = messages[1].tool_calls[0].function %}" + use, messages) == expected
     loop = "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
     assert render(loop, messages) == "city=Zürich"
+
+
+def test_half_a_surrogate_pair_does_not_leave_a_template() -> None:
+    """It may come from the template's own escapes, or from JSON inside a text: neither is seen before."""
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800 \\ud83d\\ude00"}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    shown = ChatTemplates({"default": "{{ messages[0].tool_calls[0].function.arguments['a'] }}"})
+    assert shown.render(messages, add_generation_prompt=False) == "\ufffd \U0001f600"
+    assert ChatTemplates({"default": "a{{ '\\ud800' }}b"}).render(messages) == "a\ufffdb"

@@ -107,13 +107,12 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
         parallel=body.parallel_tool_calls is not False,
         stops=bool(params.stops),
         client=client_key(request),
+        continued=final_message(body, "assistant") if body.continue_final_message else "",
         beam=bool(body.use_beam_search),
     )
     params.structured_outputs, params.constraint = plan.wish, plan.marks
     if params.thinking_token_budget is not None and plan.form.closed:
         params.thinking_token_budget = None  # the prompt says not to reason: nothing to limit
-    if params.thinking_token_budget is not None and plan.no_budget:
-        raise InvalidRequest(f"thinking_token_budget cannot be held here: {plan.no_budget}. Leave it out.", param="thinking_token_budget")
     if plan.keeps_special_tokens:
         params.skip_special_tokens = False
     if truncation is not None:

@@ -38,6 +38,8 @@ class Connection(HttpToolsProtocol):
         self._reading: asyncio.TimerHandle | None = None
         """Set while the client has more to read than we keep for it."""
         self._unread = 0
+        self._cycles: list[Any] = []
+        """Requests that have not been answered: a client may send several at once, of which all but the first wait."""
         super().connection_made(transport)
         self._watch()
 
@@ -45,6 +47,13 @@ class Connection(HttpToolsProtocol):
         self._unwatch()
         self._stop_reading_watch()
         super().connection_lost(exc)
+        # uvicorn tells the request that came last, and that is not the one in work where others were sent behind it.
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles.clear()
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
@@ -87,6 +96,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if self.cycle is not None:
+            self._cycles.append(self.cycle)
 
     def on_message_complete(self) -> None:
         self._in_head, self._begun = True, False

@@ -47,6 +47,14 @@ class NotFound(OctavoError):
         self.param = param
 
 
+class Conflict(OctavoError):
+    """What is asked for cannot be done while something else is as it is: HTTP 409."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class ClientGone(Exception):
     """The client closed its connection before the reply began. Nobody reads the reply to this."""
 
@@ -66,7 +74,7 @@ class ErrorReply:
         error = {
             "message": clip(self.message, MAX_MESSAGE_CHARS),
             "type": self.type,
-            "param": self.param,
+            "param": None if self.param is None else clip(self.param, MAX_INPUT_CHARS),
             "code": self.status if self.code is None else self.code,
         }
         return msgspec.json.encode({"error": error})
@@ -95,11 +103,13 @@ def describe(error: BaseException) -> ErrorReply:
             return ErrorReply(404, "NotFoundError", str(error), "model")
         case NotFound():
             return ErrorReply(404, "NotFoundError", str(error), error.param)
+        case Conflict():
+            return ErrorReply(409, "ConflictError", str(error), error.param)
         case RequestValidationError():
             return _schema_error(error.errors(), skip=1)
         case NotYet():
             # The request is at fault, as far as this server goes: it is working as it should, and trying again is of no use.
-            return ErrorReply(400, "NotImplementedError", str(error))
+            return ErrorReply(400, "NotImplementedError", str(error), error.param)
         case Overloaded():
             seconds = max(1, round(error.retry_after))
             return ErrorReply(429, "RateLimitError", str(error), headers={"Retry-After": str(seconds)})

@@ -153,7 +153,7 @@ class HttpMetricsLayer:
             size = Headers(scope=scope).get("content-length", "")
             # A path template is a bounded label, a client's method is not.
             method = scope["method"] if handler != "none" else "other"
-            self.metrics.record(handler, method, status, time.monotonic() - start, int(size) if size.isdecimal() else 0, sent)
+            self.metrics.record(handler, method, status, time.monotonic() - start, int(size[:20]) if size.isdecimal() else 0, sent)
 
 
 class ErrorBoundary:

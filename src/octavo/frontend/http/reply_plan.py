@@ -45,8 +45,6 @@ class ReplyPlan:
     wish: StructuredOutputsParams | None = None
     marks: OutputConstraint | None = None
     """How the reasoning is marked, in tokens, and where the grammar comes from."""
-    no_budget: str = ""
-    """Why this model's reasoning, which is recognised, cannot be limited."""
     keeps_special_tokens: bool = False
     """Markers are special tokens: they must stay in the text."""
     new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
@@ -63,6 +61,7 @@ async def plan_reply(
     parallel: bool,
     stops: bool,
     client: str,
+    continued: str = "",
     beam: bool = False,
 ) -> ReplyPlan:
     """The plan for one chat.
@@ -75,6 +74,7 @@ async def plan_reply(
         parallel: more than one call is allowed.
         stops: the request has stop strings.
         client: who asks.
+        continued: the text of the assistant's message that the reply goes on with.
         beam: the reply is searched for, which no grammar can hold.
 
     Raises:
@@ -87,7 +87,7 @@ async def plan_reply(
     either = tools is not None and wish is not None and _is_json(wish.params)
     if (use.must_call or either) and (tools is None or tools.syntax is None):
         tools = GENERIC
-    opened = opened_by(prompt, reasoning) if reasoning is not None else None
+    opened = opened_by(prompt, reasoning, continued) if reasoning is not None else None
     most = MAX_CALLS if parallel and use.mode != "named" else 1
     form = ReplyFormat(
         tools=tools,
@@ -104,7 +104,7 @@ async def plan_reply(
         raise InvalidRequest(
             "use_beam_search cannot be combined with strict tools, nor with a tool_choice that demands a call.", param="use_beam_search"
         )
-    reasons = _reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call, held=structured is not None)
+    reasons = _reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call)
     if structured is not None:
         field = wish.field if wish is not None and structured is wish.params else "tools"
         reasons = msgspec.structs.replace(reasons or OutputConstraint(), field=field)
@@ -114,7 +114,6 @@ async def plan_reply(
         named=use.mode == "named",
         wish=structured,
         marks=reasons,
-        no_budget=_no_budget(tokenizer, reasoning, opened=form.opened) if structured is not None and not form.closed else "",
         keeps_special_tokens=any(mark in tokenizer.special_tokens for mark in marks),
         new_call_id=_short_id if tools is not None and tools.name.startswith("mistral") else _call_id,
     )
@@ -211,14 +210,9 @@ async def _checked(
 
 
 def _reasoning_marks(
-    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool, held: bool
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool
 ) -> OutputConstraint | None:
-    """How the end of the reasoning is recognised: by tokens, or by its text where its markers are no single tokens. None where there is no
-    reasoning.
-
-    Args:
-        held: the reply is held to a grammar, which must begin with a token: then a text does not do.
-    """
+    """How the end of the reasoning is recognised: by its text, or by control tokens. None where there is no reasoning."""
     if reasoning is None or form.closed:
         return None
 
@@ -228,31 +222,5 @@ def _reasoning_marks(
     if reasoning.harmony:
         end = _HARMONY_NEXT if must_call else reasoning.end
         return OutputConstraint(reasoning_end_ids=ids(end), reasoning_stop_ids=ids(_HARMONY_NEXT if must_call else _HARMONY_ANSWER))
-    start, end_ids = ids(reasoning.start), ids(reasoning.end)
-    if not _split_markers(tokenizer, reasoning, opened=form.opened):
-        return OutputConstraint(reasoning_start_ids=[] if form.opened else start, reasoning_end_ids=end_ids, reasoning_stop_ids=end_ids)
-    if held:
-        return None
-    return OutputConstraint(reasoning_start="" if form.opened else reasoning.start, reasoning_end=reasoning.end, reasoning_stop_ids=end_ids)
-
-
-def _split_markers(tokenizer: Tokenizer, reasoning: ReasoningFormat, *, opened: bool) -> list[tuple[str, int]]:
-    """The markers of the reasoning that are several tokens, and how many.
-
-    Args:
-        opened: the prompt has begun the reasoning already.
-    """
-    markers = (reasoning.end,) if opened else (reasoning.end, reasoning.start)
-    counts = [(marker, len(tokenizer.encode(marker, add_special_tokens=False))) for marker in markers]
-    return [] if reasoning.harmony else [(marker, count) for marker, count in counts if count != 1]
-
-
-def _no_budget(tokenizer: Tokenizer, reasoning: ReasoningFormat | None, *, opened: bool) -> str:
-    """Why the reasoning before an answer that is held to a grammar cannot be limited; "" where it can, or where there is none."""
-    if reasoning is None or not (split := _split_markers(tokenizer, reasoning, opened=opened)):
-        return ""
-    marker, count = split[0]
-    return (
-        f"the marker {marker} of this model's reasoning is {count} tokens, and where the answer is held to a form there is no reasoning "
-        "unless it is a single one"
-    )
+    start = "" if form.opened else reasoning.start
+    return OutputConstraint(reasoning_start=start, reasoning_end=reasoning.end, reasoning_stop_ids=ids(reasoning.end))

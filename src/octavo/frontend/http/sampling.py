@@ -49,13 +49,15 @@ def check_common(body: GenerationRequest, max_sequences: int, prompts: int) -> N
         raise InvalidRequest(f"n={n} x {prompts} prompts is more than the {max_sequences} sequences allowed in one request.", param="n")
     if body.best_of is not None and body.best_of != n:
         raise InvalidRequest(f"best_of={body.best_of} is not supported: leave it out, or make it equal to n={n}.", param="best_of")
+    if body.use_beam_search and body.thinking_token_budget is not None:
+        raise InvalidRequest("use_beam_search cannot be combined with thinking_token_budget.", param="use_beam_search")
     if body.truncation_side not in (None, "left", "right"):
         raise InvalidRequest(f"truncation_side must be left or right, got {short_repr(body.truncation_side)}.", param="truncation_side")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= 1024:
         raise InvalidRequest(f"cache_salt must have 1 to 1024 characters, got {len(body.cache_salt)}.", param="cache_salt")
     for name in ("repetition_detection", "kv_transfer_params"):
         if getattr(body, name) is not None:
-            raise NotYet(f"{name} is not supported yet; leave it out.")
+            raise NotYet(f"{name} is not supported yet; leave it out.", param=name)
 
 
 def sampling_params(

@@ -192,11 +192,11 @@ class PooledInputRequest(PooledRequest):
 
     input: Any = Field(None, description=_INPUT)
     messages: Items | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    documents: Objects | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Any = Field(None, description="true or false; with messages.")
+    continue_final_message: Any = Field(None, description="true or false; with messages.")
+    documents: Any = Field(None, description="A list of objects; with messages.")
+    chat_template: Any = Field(None, description="A string; with messages.")
+    chat_template_kwargs: Any = Field(None, description="An object; with messages.")
 
 
 class EmbeddingRequest(PooledInputRequest):
@@ -226,6 +226,7 @@ class RerankRequest(PooledRequest):
     query: str
     documents: Items
     top_n: Int32 | None = None
+    return_documents: Bool | None = Field(None, description="false leaves the texts out of the results. Default: true.")
 
 
 class DetokenizeRequest(Schema):

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 encode = msgspec.json.Encoder().encode
 
+CANCEL_AGAIN = 5.0
+"""Seconds after which the work of a request that has been cancelled and still runs is cancelled again: longer than cleaning up takes."""
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see that the connection is in use."""
 
@@ -72,7 +74,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientGone
     finally:
-        await cancel(task, gone)
+        await cancel(task, gone, again=CANCEL_AGAIN)
 
 
 class EventStream(Response):
@@ -109,7 +111,7 @@ class EventStream(Response):
             if pump.done():
                 pump.result()
         finally:
-            await cancel(pump, gone)
+            await cancel(pump, gone, again=CANCEL_AGAIN)
             await self._close()
 
     async def _pump(self, scope: Scope, send: Send) -> None:
@@ -157,10 +159,20 @@ async def guarded(events: AsyncIterator[bytes], scope: Scope, style: StreamStyle
         yield style.end
 
 
-async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels tasks and waits for their end."""
+async def cancel(*tasks: asyncio.Future[Any], again: float | None = None) -> None:
+    """Cancels tasks and waits for their end.
+
+    Args:
+        again: seconds after which one that still runs is cancelled again. A task may lose a cancellation that comes just as what it waits for
+            is done (`asyncio.wait_for` of Python 3.11 does), and would go on for nobody.
+    """
+    rest = {task for task in tasks if not task.done()}
+    while rest:
+        for task in rest:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            _, rest = await asyncio.wait(rest, timeout=again)
+        rest = {task for task in rest if not task.done()}
     for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        if not task.cancelled():
+            task.exception()  # so that nobody reports it as never looked at

@@ -69,8 +69,19 @@ def _allowed(given: Any, functions: tuple[dict[str, Any], ...]) -> ToolUse:
     listed = given.get("tools") if isinstance(given, dict) else None
     if not isinstance(listed, list) or not listed or given.get("mode") not in ("auto", "required"):
         raise InvalidRequest("tool_choice of type allowed_tools needs mode (auto or required) and tools.", param="tool_choice")
-    names = [t.get("name", (t.get("function") or {}).get("name")) if isinstance(t, dict) else None for t in listed]
-    return ToolUse(given["mode"], _only(names, functions))
+    return ToolUse(given["mode"], _only([_name_of(tool) for tool in listed], functions))
+
+
+def _name_of(tool: Any) -> Any:
+    """What an entry of allowed_tools names, as chat writes it or as /v1/responses does."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else tool.get("name") if isinstance(tool, dict) else None
+
+
+def check_number(tools: Sequence[Any] | None) -> None:
+    """Raises InvalidRequest for more tools than are allowed: before anything is made of each."""
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries; {MAX_TOOLS} are allowed.", param="tools")
 
 
 def _only(names: Sequence[Any], functions: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
@@ -84,8 +95,7 @@ def _only(names: Sequence[Any], functions: tuple[dict[str, Any], ...]) -> tuple[
 def _functions(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
     if not tools:
         raise InvalidRequest("tools must not be an empty list; leave it out.", param="tools")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} entries; {MAX_TOOLS} are allowed.", param="tools")
+    check_number(tools)
     functions: list[dict[str, Any]] = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from octavo.frontend.characters import whole_characters
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -75,6 +77,14 @@ class Reply:
                     self.calls[-1].arguments += event.text
                 case CallEnd():
                     self.calls[-1].complete = event.complete
+
+
+def encodable(event: Event) -> Event:
+    """`event` with half surrogate pairs replaced: models write them as escapes in JSON, and no reply can carry what they stand for."""
+    match event:
+        case CallStart(name=text) | CallArguments(text=text):
+            return type(event)(whole_characters(text))
+    return event
 
 
 def merged(events: Iterable[Event]) -> list[Event]:

@@ -210,12 +210,24 @@ def reasoning_format(name: str | None, template: str | None) -> ReasoningFormat 
     return REASONING_FORMATS["think"] if "</think>" in template else None
 
 
-def opened_by(prompt: str, reasoning: ReasoningFormat) -> bool | None:
-    """Whether the end of a prompt has opened the reasoning (True), closed it (False) or says nothing."""
+def opened_by(prompt: str, reasoning: ReasoningFormat, continued: str = "") -> bool | None:
+    """Whether a prompt has opened the reasoning (True), closed it (False) or says nothing.
+
+    Args:
+        continued: the text of the assistant's message that the prompt ends inside of, if it does.
+    """
     tail = prompt.rstrip()
     if tail.endswith(reasoning.start):
         return True
-    return False if tail.endswith(reasoning.end) else None
+    if tail.endswith(reasoning.end):
+        return False
+    if not continued:
+        return None
+    opened, closed = continued.rfind(reasoning.start), continued.rfind(reasoning.end)
+    if opened != closed:
+        return opened > closed
+    # An answer without reasoning, unless the template has put the marker before it.
+    return tail.removesuffix(continued.strip()).rstrip().endswith(reasoning.start)
 
 
 def known_names(formats: Mapping[str, object], aliases: Mapping[str, str]) -> Sequence[str]:

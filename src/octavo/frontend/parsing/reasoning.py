@@ -27,6 +27,11 @@ class ThinkingSplitter:
         """No reasoning has been given out yet."""
         self._out: list[Event] = []
 
+    @property
+    def answers(self) -> bool:
+        """The reasoning, if there is any, has ended."""
+        return self._state in (self._before_answer, self._answer)
+
     def push(self, text: str) -> list[Event]:
         self._buffer += text
         while self._buffer and self._state():
@@ -34,7 +39,16 @@ class ThinkingSplitter:
         out, self._out = merged(self._out), []
         return out
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, cut_short: bool = False) -> list[Event]:
+        """No more text will come.
+
+        Args:
+            cut_short: the model would have gone on: what has begun like a marker (by more than its first character) is one, and no text
+                for a client. Markers that are words may be words.
+        """
+        if cut_short and self._state in (self._undecided, self._inside):
+            begun = self._buffer.strip()
+            self._buffer = "" if len(begun) > 1 and not begun[0].isalnum() else self._buffer
         self._final = True
         events = self.push("")
         if self._buffer:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.frontend.parsing.events import CallEnd, CallStart, Event, Reasoning, Reply, Text, merged
+from octavo.frontend.parsing.events import CallEnd, CallStart, Event, Reasoning, Reply, Text, encodable, merged
 from octavo.frontend.parsing.formats import Parser, ReasoningFormat, ToolFormat
 from octavo.frontend.parsing.harmony import HarmonyParser
 from octavo.frontend.parsing.reasoning import ThinkingSplitter
@@ -67,7 +67,7 @@ class ReplyParser:
             cut_short: by a limit (max_tokens, an abort), so that the model would have gone on. A call whose name is known is then handed
                 out with the arguments so far.
         """
-        events = self._through_calls(self._splitter.finish()) if self._splitter is not None else []
+        events = self._through_calls(self._splitter.finish(cut_short=cut_short)) if self._splitter is not None else []
         cut = self._calls.cut_source if self._calls is not None else ""
         if self._calls is not None:
             events += self._calls.finish(cut_short=cut_short)
@@ -102,7 +102,7 @@ class ReplyParser:
             cut: what a call that does not end is given out as; None for a call.
         """
         result: list[Event] = []
-        for event in events:
+        for event in map(encodable, events):
             if isinstance(event, CallStart):
                 self._num_calls += 1
                 self._dropping = self._form.max_calls is not None and self._num_calls > self._form.max_calls

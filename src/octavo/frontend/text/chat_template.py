@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jinja2
 
 from octavo.errors import InvalidRequest
+from octavo.frontend.characters import whole_characters
 from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.text.generic_tools import described, has_calls, written_out
 from octavo.frontend.text.messages import ContentFormat, normalize_messages, plain_data
@@ -161,7 +162,7 @@ class ChatTemplates:
 
 def _render(template: jinja2.Template, variables: Mapping[str, Any], param: str) -> str:
     try:
-        return render(template, variables)
+        return whole_characters(render(template, variables))
     except TemplateRefusal as e:
         raise InvalidRequest(f"The chat template refuses these messages: {e.message}", param=param) from None
     except TemplateTooExpensive as e:

@@ -18,6 +18,7 @@ from typing import Any
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.args import EngineArgs
 from octavo.errors import InvalidRequest
+from octavo.frontend.characters import whole_characters
 from octavo.frontend.parsing.formats import GENERIC, CallSyntax
 from octavo.frontend.text.backend import TokenBackend
 from octavo.frontend.text.chat_template import ChatTemplates
@@ -77,7 +78,7 @@ class Tokenizer:
         try:
             ids = self.backend.encode(text)
         except (UnicodeEncodeError, TypeError):  # half a surrogate pair, which JSON can carry and UTF-8 cannot
-            ids = self.backend.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            ids = self.backend.encode(whole_characters(text))
         if not add_special_tokens:
             return ids
         if self.prefix and ids[: len(self.prefix)] != self.prefix:

@@ -3,7 +3,8 @@
 One batch runs at a time, with a bounded number of its lines in work. A new line is begun only while nothing waits in the engine's
 queue, so that a batch takes what live requests leave. Every reply is on disk before it counts; a batch that a crash interrupted
 goes on with the lines that have no reply yet. Those that were in work at the crash come first and one at a time, since one of them may
-have been its cause; a line under which the server died `MAX_DEATHS` times is given up.
+have been its cause; other batches run beside them. A line under which the server died `MAX_DEATHS` times is given up; the last of its tries
+is made while no other line of any batch is in work, so that no other can be to blame.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol, TextIO
 
 from octavo.errors import ConfigError
@@ -40,8 +41,7 @@ SAVE_SECONDS = 1.0
 
 
 MAX_DEATHS = 3
-"""A line that was in work every time the server died so often is not tried again. After the first time it runs alone: so it was the only one
-at least twice, and chance (a power cut) is not to blame."""
+"""A line that was in work every time the server died so often is not tried again."""
 DEADLY = f"The server died {MAX_DEATHS} times while this request was in work; it is not tried again."
 
 EXPIRED = "This request could not be executed before the completion window expired."
@@ -77,11 +77,19 @@ class BatchRunner:
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         """Set while the running batch should look at its own status."""
-        self.running: str | None = None
+        self._interrupted: dict[str, str] | None = None
+        """Batches whose lines an earlier process died with, until these are done: id -> owner. None until they have been looked for."""
+        self._news = asyncio.Event()
+        """There may be another batch to run."""
+        self._in_work: set[Answering] = set()
+        """Lines of the batch that runs."""
+        self._hold = False
+        """None of its lines may be begun."""
 
     def wake(self) -> None:
         """Look for work, and let the running batch notice that it has been cancelled."""
         self._stopping.set()
+        self._news.set()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
 
@@ -91,19 +99,94 @@ class BatchRunner:
             await cancel(self._task)
 
     async def _run(self) -> None:
-        while (found := self._store.next_unfinished()) is not None:
-            record, owner = found
-            self.running = record["id"]
+        if self._interrupted is None:
+            self._interrupted = self._store.interrupted()
+        retries = asyncio.ensure_future(self._run_interrupted(self._interrupted))
+        try:
+            while True:
+                last = retries.done()
+                found = self._store.next_unfinished(without=self._interrupted)
+                if found is None and last:
+                    return
+                if found is None:
+                    await self._wait({retries}, None, self._news)
+                    continue
+                record, owner = found
+                try:
+                    await self._run_one(record, owner)
+                except EngineGone:
+                    _log_interruption(record["id"])
+                    return
+                except Exception as error:
+                    logger.exception("Batch %s failed", record["id"])
+                    self._fail(record, owner, "internal_error", f"The batch could not be run: {type(error).__name__}.")
+        finally:
+            await cancel(retries)
+
+    async def _run_interrupted(self, batches: dict[str, str]) -> None:
+        """The lines that were in work when a process died. What else there is of their batches is left to `_run`."""
+        while batches:
+            batch_id, owner = next(iter(batches.items()))
             try:
-                await self._run_one(record, owner)
+                await self._retry(batch_id, owner)
             except EngineGone:
-                logger.warning("Batch %s is interrupted: the engine is gone. It goes on when the server starts again.", record["id"])
+                _log_interruption(batch_id)
                 return
-            except Exception as error:
-                logger.exception("Batch %s failed", record["id"])
-                self._fail(record, owner, "internal_error", f"The batch could not be run: {type(error).__name__}.")
+            except Exception:
+                logger.exception("Lines of batch %s could not be tried again", batch_id)
             finally:
-                self.running = None
+                # Whatever happened, the process lived to see it: no line is to blame.
+                self._hold = False
+                self._store.forget_attempts(batch_id)
+            del batches[batch_id]
+            self._news.set()
+
+    async def _retry(self, batch_id: str, owner: str) -> None:
+        record = self._store.batch(batch_id, owner)
+        if record is None or record["status"] != "in_progress" or self._store.file(record["input_file_id"], owner) is None:
+            return
+        outputs = _Outputs(self._store, record, owner)
+        try:
+            done = outputs.resume()
+            begun = self._store.attempts(batch_id)
+            lines = (line for line in self._lines(record) if line.custom_id in begun and line.custom_id not in done)
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                if begun[line.custom_id] >= MAX_DEATHS:
+                    outputs.write(failure(line, "server_died", DEADLY))
+                elif not await self._try_again(line, record, owner, outputs, alone=begun[line.custom_id] == MAX_DEATHS - 1):
+                    return
+                self._save_counts(record, owner)
+        except (ConfigError, OSError):
+            return  # whoever goes on with the batch will meet it again, and end it
+        finally:
+            outputs.close()
+
+    async def _try_again(self, line: BatchLine, record: Record, owner: str, outputs: _Outputs, *, alone: bool) -> bool:
+        """Answer one line; False if its batch has to end before that."""
+        self._hold = alone
+        while alone and self._in_work:
+            await asyncio.sleep(YIELD_SECONDS)
+        self._store.begin_line(record["id"], line.custom_id)
+        task = asyncio.create_task(_answer_line(line, self._post_for(owner)), name=line.custom_id)
+        try:
+            while not task.done():
+                if self._ending(record, owner) is not None:
+                    return False
+                await self._wait({task}, SAVE_SECONDS)
+            outputs.write(task.result())
+            return True
+        finally:
+            self._hold = False
+            await cancel(task)
+
+    def _post_for(self, owner: str) -> Post:
+        async def post(path: str, body: Any) -> tuple[int, Any]:
+            status, reply = await self._post(path, body, owner=owner)
+            if status == 503:
+                raise EngineGone
+            return status, reply
+
+        return post
 
     async def _run_one(self, record: Record, owner: str) -> None:
         source = self._store.file(record["input_file_id"], owner)
@@ -146,15 +229,9 @@ class BatchRunner:
     async def _answer(self, record: Record, owner: str, outputs: _Outputs, done: set[str]) -> str:
         """Answers what is missing. Returns how the batch ended: completed, cancelled or expired."""
 
-        async def post(path: str, body: Any) -> tuple[int, Any]:
-            status, reply = await self._post(path, body, owner=owner)
-            if status == 503:
-                raise EngineGone
-            return status, reply
-
+        post = self._post_for(owner)
         running: set[Answering] = set()
-        begun = self._store.attempts(record["id"])
-        todo = self._todo(record, done, begun)
+        todo = (line for line in self._lines(record) if line.custom_id not in done)
         more, saved = True, time.monotonic()
         try:
             while more or running:
@@ -167,21 +244,17 @@ class BatchRunner:
                         for unanswered in (*cut, *todo):
                             outputs.write(failure(unanswered, "batch_expired", EXPIRED))
                     return ending
-                alone = any(task.get_name() in begun for task in running)
-                while more and not alone and len(running) < self._concurrency and not (running and self._busy()):
+                while more and not self._hold and len(running) < self._concurrency and not (running and self._busy()):
                     line = await asyncio.to_thread(next, todo, None)  # a line may be megabytes
                     more = line is not None
                     if line is None:
                         break
-                    if begun.get(line.custom_id, 0) >= MAX_DEATHS:
-                        outputs.write(failure(line, "server_died", DEADLY))
-                        continue
-                    alone = line.custom_id in begun
                     self._store.begin_line(record["id"], line.custom_id)
                     running.add(asyncio.create_task(_answer_line(line, post), name=line.custom_id))
-                if running:
-                    await self._wait(running, SAVE_SECONDS if not more or alone or len(running) >= self._concurrency else YIELD_SECONDS)
-                    running = self._write_finished(running, outputs)
+                    self._in_work = running
+                if running or self._hold:
+                    await self._wait(running, SAVE_SECONDS if not more or len(running) >= self._concurrency else YIELD_SECONDS)
+                    self._in_work = running = self._write_finished(running, outputs)
                 if time.monotonic() - saved > SAVE_SECONDS:
                     saved = time.monotonic()
                     self._save_counts(record, owner)
@@ -189,12 +262,14 @@ class BatchRunner:
         finally:
             # Whatever happened, the process lived to see it: no line is to blame.
             await cancel(*running)
+            self._in_work = set()
             self._store.forget_attempts(record["id"])
 
-    async def _wait(self, running: set[Answering], seconds: float) -> None:
-        """Until one of them is done, somebody changes the batch, or `seconds` are over."""
-        self._stopping.clear()
-        news = asyncio.ensure_future(self._stopping.wait())
+    async def _wait(self, running: set[Any], seconds: float | None, event: asyncio.Event | None = None) -> None:
+        """Until one of them is done, `event` (by default: somebody changes a batch), or `seconds` are over."""
+        event = self._stopping if event is None else event
+        event.clear()
+        news = asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait({*running, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -220,12 +295,6 @@ class BatchRunner:
             if stored is not None:
                 stored["request_counts"] = record["request_counts"]
 
-    def _todo(self, record: Record, done: set[str], begun: Collection[str]) -> Iterator[BatchLine]:
-        """What has no reply; lines that were begun before come first."""
-        if begun:
-            yield from (line for line in self._lines(record) if line.custom_id in begun and line.custom_id not in done)
-        yield from (line for line in self._lines(record) if line.custom_id not in done and line.custom_id not in begun)
-
     def _count(self, record: Record) -> tuple[int, int]:
         """Lines, and how many of them are JSON objects."""
         total = objects = 0
@@ -242,6 +311,10 @@ class BatchRunner:
         record["status"], record["failed_at"] = "failed", int(self._store.clock())
         record["errors"] = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
         self._store.put_batch(record, owner)
+
+
+def _log_interruption(batch_id: str) -> None:
+    logger.warning("Batch %s is interrupted: the engine is gone. It goes on when the server starts again.", batch_id)
 
 
 async def _answer_line(line: BatchLine, post: Post) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -21,6 +21,7 @@ import msgspec
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.frontend.http.batches.records import Record
+from octavo.frontend.http.errors import Conflict
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -41,6 +42,9 @@ DATABASE = "batches.db"
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 """States of a batch that somebody has to do something about."""
+
+_INPUT_OF_BATCH = "json_extract(CAST(record AS TEXT), '$.input_file_id')"
+_UNFINISHED_MARKS = ", ".join("?" * len(UNFINISHED))
 
 Table = Literal["files", "batches"]
 
@@ -106,8 +110,7 @@ class BatchStore:
     def _sweep(self) -> None:
         """Removes contents that a crash left without a record; those of running batches get theirs at the end."""
         known = {file_id for (file_id,) in self._db.execute("SELECT id FROM files")}
-        marks = ", ".join("?" * len(UNFINISHED))
-        running = [name for (name,) in self._db.execute(f"SELECT id FROM batches WHERE status IN ({marks})", UNFINISHED)]
+        running = [name for (name,) in self._db.execute(f"SELECT id FROM batches WHERE status IN ({_UNFINISHED_MARKS})", UNFINISHED)]
         for path in self._contents.iterdir():
             if path.name not in known and not any(path.name.endswith(name.removeprefix("batch_")) for name in running):
                 path.unlink(missing_ok=True)
@@ -140,10 +143,28 @@ class BatchStore:
         return self._one("files", file_id, owner)
 
     def delete_file(self, file_id: str, owner: str) -> bool:
-        gone = self._db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (file_id, owner)).rowcount > 0
-        if gone:
-            self.path(file_id).unlink(missing_ok=True)
-        return gone
+        """Delete a file, unless a batch that is not done reads it; False if there is none.
+
+        Raises:
+            Conflict: such a batch.
+        """
+        with self._alone():
+            if self._one("files", file_id, owner) is None:
+                return False
+            for batch_id, status in self._readers(file_id):
+                raise Conflict(
+                    f"The file is the input of {batch_id}, which is {status}. Wait for its end, or cancel it first.", param="file_id"
+                )
+            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self.path(file_id).unlink(missing_ok=True)
+        return True
+
+    def _readers(self, file_id: str) -> list[tuple[str, str]]:
+        """Batches that read a file and are not done: id and status."""
+        rows = self._db.execute(
+            f"SELECT id, status FROM batches WHERE status IN ({_UNFINISHED_MARKS}) AND {_INPUT_OF_BATCH} = ?", (*UNFINISHED, file_id)
+        )
+        return rows.fetchall()
 
     def used_bytes(self) -> int:
         self.drop_expired_files()
@@ -151,7 +172,10 @@ class BatchStore:
         return used
 
     def drop_expired_files(self) -> None:
-        for (file_id,) in self._db.execute("DELETE FROM files WHERE expires_at <= ? RETURNING id", (self.clock(),)).fetchall():
+        """Those that a batch still reads wait for its end."""
+        reading = f"SELECT {_INPUT_OF_BATCH} FROM batches WHERE status IN ({_UNFINISHED_MARKS})"
+        expired = f"DELETE FROM files WHERE expires_at <= ? AND id NOT IN ({reading}) RETURNING id"
+        for (file_id,) in self._db.execute(expired, (self.clock(), *UNFINISHED)).fetchall():
             self.path(file_id).unlink(missing_ok=True)
 
     def files(self, owner: str, *, purpose: str | None, limit: int, after: str | None, ascending: bool) -> Page:
@@ -170,15 +194,29 @@ class BatchStore:
             row,
         )
 
+    def add_batch(self, record: Record, owner: str) -> bool:
+        """Keep a new batch; False if its input file is not there (any more)."""
+        with self._alone():
+            if self._one("files", record["input_file_id"], owner) is None:
+                return False
+            self.put_batch(record, owner)
+        return True
+
     @contextlib.contextmanager
     def changing(self, batch_id: str, owner: str) -> Iterator[Record | None]:
         """A batch's record to change, which nobody else changes meanwhile, in this process or another; it is kept at the end."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._alone():
             record = self.batch(batch_id, owner)
             yield record
             if record is not None:
                 self.put_batch(record, owner)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else changes anything meanwhile, in this process or another."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
@@ -190,13 +228,27 @@ class BatchStore:
     def batches(self, owner: str, *, limit: int, after: str | None) -> Page:
         return self._page("batches", owner, "", (), limit=limit, after=after, ascending=False)
 
-    def next_unfinished(self) -> tuple[Record, str] | None:
-        """The oldest batch that is not done, and its owner."""
-        marks = ", ".join("?" * len(UNFINISHED))
-        row = self._db.execute(
-            f"SELECT record, owner FROM batches WHERE status IN ({marks}) ORDER BY number LIMIT 1", UNFINISHED
-        ).fetchone()
-        return None if row is None else (msgspec.json.decode(row[0]), row[1])
+    def next_unfinished(self, without: Collection[str] = ()) -> tuple[Record, str] | None:
+        """The oldest batch that is not done, and its owner.
+
+        Args:
+            without: ids of batches that are left out.
+        """
+        rows = self._db.execute(
+            f"SELECT id, owner FROM batches WHERE status IN ({_UNFINISHED_MARKS}) ORDER BY number", UNFINISHED
+        ).fetchall()
+        for batch_id, owner in rows:
+            if batch_id not in without and (record := self.batch(batch_id, owner)) is not None:
+                return record, owner
+        return None
+
+    def interrupted(self) -> dict[str, str]:
+        """Unfinished batches with lines begun and not ended, oldest first: id -> owner. To be asked before any line is begun."""
+        rows = self._db.execute(
+            f"SELECT id, owner FROM batches WHERE status IN ({_UNFINISHED_MARKS}) AND id IN (SELECT batch FROM attempts) ORDER BY number",
+            UNFINISHED,
+        )
+        return dict(rows.fetchall())
 
     def begin_line(self, batch_id: str, line: str) -> None:
         """A line is about to be sent. What is still written down when a server starts was in work when the last one died."""

@@ -8,6 +8,7 @@ from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.limits import MAX_MESSAGES, check_count
 from octavo.frontend.http.schemas import Bool, ChatRequest, Float, Int, Int32, Items, Objects, Schema, Strings
+from octavo.frontend.http.tools import check_number
 
 OUR_NAME = {
     "max_completion_tokens": "max_tokens",
@@ -207,6 +208,7 @@ def _text(block: Any, where: str) -> str:
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    check_number(tools)
     result = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type", "custom") not in ("custom", None):

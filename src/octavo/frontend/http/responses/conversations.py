@@ -34,11 +34,11 @@ def conversation_id(given: Any) -> str | None:
     return found
 
 
-def find_conversation(store: ResponseStore, conversation: str, owner: str) -> StoredResponse:
-    """Raises NotFound if it is not there, or not its owner's."""
+def find_conversation(store: ResponseStore, conversation: str, owner: str, *, param: str = "conversation_id") -> StoredResponse:
+    """Raises NotFound if it is not there, or not its owner's; `param` named it."""
     stored = store.get(conversation, owner)
     if stored is None or not is_conversation(stored):
-        raise not_found(conversation)
+        raise not_found(conversation, param)
     return stored
 
 
@@ -58,8 +58,8 @@ def append_items(store: ResponseStore, conversation: str, owner: str, items: lis
     return added
 
 
-def not_found(conversation: str) -> NotFound:
-    return NotFound(f"There is no conversation {short_repr(conversation)} here; they are kept for a limited time.", param="conversation_id")
+def not_found(conversation: str, param: str = "conversation_id") -> NotFound:
+    return NotFound(f"There is no conversation {short_repr(conversation)} here; they are kept for a limited time.", param=param)
 
 
 def _unique(before: list[Item], items: list[Item]) -> list[Item]:

@@ -45,9 +45,14 @@ def _user_message(text: str) -> Item:
     return {"id": new_id("msg"), "type": "message", "role": "user", "status": "completed", "content": content}
 
 
+def _field(where: str) -> str:
+    """The field of a request that a place is in."""
+    return where.partition("[")[0]
+
+
 def _item(item: Any, where: str) -> Item:
     if not isinstance(item, dict):
-        raise InvalidRequest(f"{where} must be an object, got {short_repr(item)}.", param="input")
+        raise InvalidRequest(f"{where} must be an object, got {short_repr(item)}.", param=_field(where))
     kind = item.get("type") or ("message" if "role" in item else None)
     match kind:
         case "message":
@@ -65,22 +70,24 @@ def _item(item: Any, where: str) -> Item:
         case "reasoning":
             for name in ("summary", "content"):
                 if not isinstance(item.get(name, []), list | None):
-                    raise InvalidRequest(f"{where}.{name} must be a list of parts, got {short_repr(item[name])}.", param="input")
+                    raise InvalidRequest(f"{where}.{name} must be a list of parts, got {short_repr(item[name])}.", param=_field(where))
             kept = {name: [p for p in item.get(name) or () if _is_text(p)] for name in ("summary", "content")}
             return {"id": _id(item, "rs"), "type": "reasoning", **kept}
         case "item_reference":
-            raise NotYet(f"{where}: item_reference is not supported; send the item itself, or use previous_response_id.")
+            raise NotYet(
+                f"{where}: item_reference is not supported; send the item itself, or use previous_response_id.", param=_field(where)
+            )
         case _:
             raise InvalidRequest(
                 f"{where} has the type {short_repr(kind)}; known are message, function_call, function_call_output and reasoning.",
-                param="input",
+                param=_field(where),
             )
 
 
 def _message(item: Item, where: str) -> Item:
     role = item.get("role")
     if role not in ROLES:
-        raise InvalidRequest(f"{where} has the role {short_repr(role)}; roles are {', '.join(ROLES)}.", param="input")
+        raise InvalidRequest(f"{where} has the role {short_repr(role)}; roles are {', '.join(ROLES)}.", param=_field(where))
     kind = "output_text" if role == "assistant" else "input_text"
     content = item.get("content")
     parts = [{"type": kind, "text": content}] if isinstance(content, str) else _parts(content, f"{where}.content", kind)
@@ -89,16 +96,16 @@ def _message(item: Item, where: str) -> Item:
 
 def _parts(content: Any, where: str, kind: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of parts, got {short_repr(content)}.", param="input")
+        raise InvalidRequest(f"{where} must be a string or a list of parts, got {short_repr(content)}.", param=_field(where))
     parts = []
     for number, part in enumerate(content):
         name = part.get("type") if isinstance(part, dict) else None
         if not isinstance(name, str) or name not in _TEXT_PARTS:
             given = f"has the type {short_repr(name)}" if isinstance(part, dict) else f"is {short_repr(part)}"
-            raise InvalidRequest(f"{where}[{number}] {given}. This model reads text only.", param="input")
+            raise InvalidRequest(f"{where}[{number}] {given}. This model reads text only.", param=_field(where))
         text = part.get(_TEXT_PARTS[name])
         if not isinstance(text, str):
-            raise InvalidRequest(f"{where}[{number}] has no {_TEXT_PARTS[name]}.", param="input")
+            raise InvalidRequest(f"{where}[{number}] has no {_TEXT_PARTS[name]}.", param=_field(where))
         extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
         parts.append({"type": kind, "text": text, **extra})
     return parts
@@ -107,7 +114,7 @@ def _parts(content: Any, where: str, kind: str) -> list[dict[str, Any]]:
 def _need_text(item: Item, where: str, *names: str) -> None:
     for name in names:
         if not isinstance(item.get(name), str):
-            raise InvalidRequest(f"{where} (type {item.get('type')}) needs {name}, a string.", param="input")
+            raise InvalidRequest(f"{where} (type {item.get('type')}) needs {name}, a string.", param=_field(where))
 
 
 def _id(item: Item, prefix: str) -> str:

@@ -8,6 +8,7 @@ from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.limits import check_metadata
 from octavo.frontend.http.schemas import VERBOSITIES, Bool, ChatRequest, Float, Int, Int32, Ints, Objects, Schema, Strings
+from octavo.frontend.http.tools import check_number
 
 INCLUDABLE = (
     "message.output_text.logprobs",
@@ -36,7 +37,13 @@ SAME_NAME = (
     "ignore_eos",
     "min_tokens",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stream_interval",
+    "thinking_token_budget",
     "chat_template_kwargs",
     "structured_outputs",
     "priority",
@@ -127,8 +134,14 @@ class ResponsesRequest(InputTokensRequest):
     ignore_eos: Bool | None = None
     min_tokens: Int32 | None = None
     logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: Ints | None = None
+    bad_words: Strings | None = None
+    include_stop_str_in_output: Bool | None = None
     return_progress: Bool | None = None
     skip_special_tokens: Bool | None = None
+    spaces_between_special_tokens: Bool | None = None
+    stream_interval: Int32 | None = None
+    thinking_token_budget: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: Int32 | None = None
@@ -143,7 +156,7 @@ def check_request(body: InputTokensRequest) -> None:
         InvalidRequest, NotYet
     """
     if body.prompt is not None:
-        raise NotYet("prompt (a stored prompt template) is not supported; send input.")
+        raise NotYet("prompt (a stored prompt template) is not supported; send input.", param="prompt")
     if body.conversation is not None and body.previous_response_id is not None:
         raise InvalidRequest("Give either conversation or previous_response_id, not both.", param="conversation")
     if body.truncation not in (None, "auto", "disabled"):
@@ -199,6 +212,7 @@ def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     Raises:
         InvalidRequest: a tool that the server would have to run itself.
     """
+    check_number(tools)
     result = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
@@ -228,15 +242,16 @@ def chat_tool_choice(
         if choice == "required" and not tools:
             raise InvalidRequest("tool_choice required needs tools.", param="tool_choice")
         return tools, choice
-    known = {tool["function"]["name"] for tool in tools}
+    known = [tool["function"]["name"] for tool in tools]  # no set: what is looked for in it may be anything
     if choice.get("type") == "function":
         if choice.get("name") not in known:
             raise InvalidRequest(f"tool_choice names {short_repr(choice.get('name'))}, which is not among tools.", param="tool_choice")
         return tools, {"type": "function", "function": {"name": choice["name"]}}
     if choice.get("type") == "allowed_tools":
         entries = choice.get("tools")
-        allowed = {entry.get("name") for entry in entries if isinstance(entry, dict)} if isinstance(entries, list) else set()
-        if not allowed or not allowed <= known or choice.get("mode", "auto") not in ("auto", "required"):
+        names = [entry.get("name") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        allowed = {name for name in names if isinstance(name, str)}
+        if not allowed or not allowed <= {*known} or choice.get("mode", "auto") not in ("auto", "required"):
             raise InvalidRequest(
                 "tool_choice of type allowed_tools needs mode (auto or required) and tools, a list of functions that are among tools.",
                 param="tool_choice",

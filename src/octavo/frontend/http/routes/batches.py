@@ -41,7 +41,7 @@ async def create_batch(request: Request) -> Response:
         raise InvalidRequest(f"endpoint must be one of {', '.join(URLS)}, got {short_repr(body.endpoint)}.", param="endpoint")
     source = store.file(body.input_file_id, owner)
     if source is None or source["purpose"] != "batch":
-        raise InvalidRequest(f"There is no file {short_repr(body.input_file_id)} with purpose batch.", param="input_file_id")
+        raise _no_input(body.input_file_id)
     check_metadata(body.metadata)
     if (keep := body.output_expires_after) is not None:
         expiry(keep.get("anchor"), keep.get("seconds"), "output_expires_after")
@@ -54,9 +54,14 @@ async def create_batch(request: Request) -> Response:
         created=int(store.clock()),
         output_expires_after=keep,
     )
-    store.put_batch(record, owner)
+    if not store.add_batch(record, owner):
+        raise _no_input(body.input_file_id)
     ctx.batches.wake()
     return json_response(record)
+
+
+def _no_input(file_id: str) -> InvalidRequest:
+    return InvalidRequest(f"There is no file {short_repr(file_id)} with purpose batch.", param="input_file_id")
 
 
 def _window(text: str) -> int:

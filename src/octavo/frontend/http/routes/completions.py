@@ -56,7 +56,7 @@ async def plan_completion(ctx: ServerContext, request: Request, body: Completion
     if body.suffix:
         raise InvalidRequest("suffix is not supported; leave it out.", param="suffix")
     if body.prompt_embeds is not None:
-        raise NotYet("prompt_embeds is not supported yet; send text or token ids.")
+        raise NotYet("prompt_embeds is not supported yet; send text or token ids.", param="prompt_embeds")
     prompts = await off_loop(is_large(body.prompt), split_prompts, body.prompt)
     check_common(body, settings.max_sequences, len(prompts))
     if body.logprobs is not None and body.logprobs < -1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
@@ -27,6 +29,7 @@ FORM_OVERHEAD = 64 * 1024
 """Bytes that a form may have beside the file."""
 PURPOSES = ("batch", "batch_output")
 LONGEST_LIFE = 30 * 24 * 3600
+_RANGE = re.compile(r"bytes=(?=.*\d)(\d{0,18})-(\d{0,18})", re.ASCII)
 _UPLOAD = {
     "requestBody": {
         "required": True,
@@ -135,7 +138,27 @@ async def get_file(request: Request, file_id: str) -> Response:
 @router.get("/v1/files/{file_id}/content")
 async def get_content(request: Request, file_id: str) -> Response:
     record = _file(request, file_id)
-    return FileResponse(context_of(request).batches.store.path(record["id"]), media_type="application/octet-stream")
+    path = context_of(request).batches.store.path(record["id"])
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # deleted a moment ago
+        raise _not_found(file_id) from None
+    _settle_range(request, found.st_size)
+    return FileResponse(path, media_type="application/octet-stream", stat_result=found)
+
+
+def _settle_range(request: Request, size: int) -> None:
+    """Take a Range header away that is not one range of bytes, as if it had not been sent: then the whole file is the answer.
+
+    Raises:
+        HTTPException: 416, for a range that begins behind the end of the file.
+    """
+    given = request.headers.get("range")
+    match = _RANGE.fullmatch(given.strip()) if given is not None else None
+    if match and match[1] and int(match[1]) >= size:
+        raise HTTPException(416, f"The file has {size} bytes; the range begins behind them.", {"Content-Range": f"bytes */{size}"})
+    if match is None or (match[1] and match[2] and int(match[2]) < int(match[1])):
+        request.scope["headers"] = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
 
 
 @router.delete("/v1/files/{file_id}")

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from octavo.errors import InvalidRequest
 from octavo.frontend.http.chat import ChatWriter
 from octavo.frontend.http.chat_plan import plan_chat
 from octavo.frontend.http.context import client_key, client_of, context_of, json_response, request_id
@@ -66,8 +65,6 @@ async def _create(request: Request) -> Response:
         thinking=thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted",
     )
     if thinking.get("type") == "enabled":
-        if options.plan.no_budget:
-            raise InvalidRequest(f"thinking cannot be enabled here: {options.plan.no_budget}.", param="thinking")
         marks = options.plan.marks
         if marks is not None and (marks.reasoning_end_ids or marks.reasoning_end):
             job.params.thinking_token_budget = min(thinking["budget_tokens"], 2**31 - 1)

@@ -45,6 +45,9 @@ from octavo.protocol.params import PoolingParams, PoolingTask
 
 router = APIRouter()
 
+_WITH_MESSAGES = ("add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs")
+"""Fields that say how a conversation is rendered: without one they are as good as unknown."""
+
 
 @router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingRequest))
 async def embeddings(request: Request) -> Response:
@@ -127,7 +130,8 @@ async def rerank(request: Request) -> Response:
     async def work(tracker: RequestTracker) -> dict[str, Any]:
         scores = await _score(ctx, body, [(body.query, document) for document in documents], tracker)
         order = ordered_by_score(scores, body.top_n or None)
-        results = [{"index": i, "document": {"text": documents[i]}, "relevance_score": scores[i]} for i in order]
+        texts = [{} if body.return_documents is False else {"document": {"text": text}} for text in documents]
+        results = [{"index": i, **texts[i], "relevance_score": scores[i]} for i in order]
         usage = {"prompt_tokens": tracker.prompt_tokens, "total_tokens": tracker.prompt_tokens}
         return {"id": tracker.request_id, "model": ctx.model_name, "usage": usage, "results": results}
 
@@ -178,13 +182,14 @@ async def _pool_input(
 ) -> list[PoolingState]:
     """The texts of a request, or its conversation, pooled."""
     if body.messages is None:
+        ctx.report_unknown([name for name in _WITH_MESSAGES if getattr(body, name) is not None])
         return await _pool_texts(ctx, body, body.input, "input", params, task, tracker)
     if body.input is not None:
         raise InvalidRequest("Give input or messages, not both.", param="input")
     conversation = TokenizeRequest(
         messages=body.messages,
         add_special_tokens=body.add_special_tokens,
-        add_generation_prompt=bool(body.add_generation_prompt),
+        add_generation_prompt=False if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         documents=body.documents,
         chat_template=body.chat_template,

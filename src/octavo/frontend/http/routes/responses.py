@@ -25,7 +25,7 @@ from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest,
 from octavo.frontend.http.responses.store import StoredResponse
 from octavo.frontend.http.responses.writer import ResponsePlan, ResponsesWriter
 from octavo.frontend.http.schemas import ChatRequest, body_schema
-from octavo.frontend.http.sse import StreamStyle, cancel, unless_gone
+from octavo.frontend.http.sse import CANCEL_AGAIN, StreamStyle, cancel, unless_gone
 from octavo.frontend.http.tracking import RequestTracker
 
 logger = logging.getLogger("octavo.server")
@@ -78,7 +78,7 @@ async def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item],
     check_request(body)
     conversation: list[Item] = []
     if (kept := conversation_id(body.conversation)) is not None:
-        conversation += find_conversation(ctx.responses, kept, owner).items
+        conversation += find_conversation(ctx.responses, kept, owner, param="conversation").items
     if body.previous_response_id is not None:
         chain = ctx.responses.chain(body.previous_response_id, owner)
         if chain is None or is_conversation(chain[-1]):
@@ -133,7 +133,7 @@ async def _run_in_background(ctx: ServerContext, generation: Generation, writer:
             if ctx.responses.cancelled(response_id):
                 break
     finally:
-        await cancel(task)
+        await cancel(task, again=CANCEL_AGAIN)
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=body_schema(InputTokensRequest))
@@ -156,7 +156,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
     stored = _stored(request, response_id)
     if stream:
-        raise NotYet("A kept response cannot be streamed; fetch it without stream.")
+        raise NotYet("A kept response cannot be streamed; fetch it without stream.", param="stream")
     return json_response(stored.response)
 
 
