@@ -224,6 +224,23 @@ def test_rotations_that_depend_on_the_length_are_those_of_the_longest_sequence(t
     torch.testing.assert_close(run(model, IDS, [20, 9, 1]), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_rotations_that_depend_on_their_company_are_refused(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's in transformers: of a step with one long sequence, all are scaled as long ones."""
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0], "short_mscale": 1.1, "long_mscale": 1.3}
+    config = transformers.PhimoeConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, rope_parameters=rope)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    reference = transformers.PhimoeForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"depend on the longest sequence .*--max-model-len 32"):
+        load_model(config_for(tmp_path, max_model_len=64), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(config_for(tmp_path, max_model_len=32), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(run(model, IDS, [20, 9, 1]), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_surplus_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, "SeedOssForCausalLM")
     config = json.loads((tmp_path / "config.json").read_text())

@@ -327,18 +327,43 @@ def _first_position(model: Any) -> int:
 
 
 def fix_rotations(model: Any, max_length: int, device: torch.device) -> None:
-    """Rotations that depend on the length of a sequence get that of the longest one served, and keep it: keys stay in the cache."""
+    """Rotations that depend on the length of a sequence get that of the longest one served, and keep it: keys stay in the cache.
+
+    Raises:
+        UnsupportedModel: some still depend on what else is computed with them.
+    """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
-            if not isinstance(kind, str) or not (kind == "longrope" or "dynamic" in kind):
+            if not isinstance(kind, str) or kind == "default":
                 continue
             more = {} if layer_type is None else {"layer_type": layer_type}
-            module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **more)
-            if isinstance(kinds, dict):
-                kinds[layer_type] = "default"
-            else:
-                module.rope_type = "default"
+            if kind == "longrope" or "dynamic" in kind:
+                module(torch.zeros(1, device=device), torch.tensor([[max_length - 1]], device=device), **more)
+                if isinstance(kinds, dict):
+                    kinds[layer_type] = "default"
+                else:
+                    module.rope_type = "default"
+            if not _rotates_alone(module, max_length, device, more):
+                config = getattr(module, "config", model.config)
+                trained = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
+                hint = f" (not up to {trained}: --max-model-len {trained})" if isinstance(trained, int) and trained < max_length else ""
+                raise UnsupportedModel(f"its rotations depend on the longest sequence that is computed beside{hint}")
+
+
+@torch.inference_mode()
+def _rotates_alone(module: Any, max_length: int, device: torch.device, more: Mapping[str, Any]) -> bool:
+    """Whether a position's rotation is the same beside the last position as it is alone."""
+
+    def rotation(positions: list[int]) -> torch.Tensor:
+        out = module(torch.zeros(1, device=device), torch.tensor([positions], device=device), **more)
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first[0, 0]
+
+    try:
+        return torch.equal(rotation([1]), rotation([1, max_length - 1]))
+    except (RuntimeError, TypeError, IndexError):  # positions of another form: those of images, which for text are plain
+        return True
 
 
 def _trial_tokens(config: Any, vocab_size: int) -> list[int]:
