@@ -230,6 +230,15 @@ def test_other_content_types_are_refused(server: RunningServer, content_type: st
     assert "application/json" in error_of(reply, 400)["message"]
 
 
+def test_compressed_bodies_are_refused(server: RunningServer) -> None:
+    for encoding in ("gzip", "br", "zork"):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        reply = server.http.post("/v1/completions", content=b"\x1f\x8b\x08", headers=headers)
+        assert "not compressed" in error_of(reply, 400)["message"]
+    headers = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+    assert server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers).status_code == 200
+
+
 def test_a_small_bad_body_gets_a_small_reply(server: RunningServer) -> None:
     bad = {
         "messages": "x" * 4000,

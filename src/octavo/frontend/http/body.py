@@ -36,6 +36,9 @@ async def read_request(request: Request, schema: type[M], max_bytes: int) -> M:
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise BadBody(f"Content-Type is {short_repr(content_type)}; send JSON with the header Content-Type: application/json.")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise BadBody(f"Content-Encoding is {short_repr(encoding)}; send the JSON as it is, not compressed.")
     raw = await read_body(request, max_bytes)
     return await off_loop(len(raw) > LARGE, lambda: schema.model_validate(parse_json(raw)))
 
