@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from octavo.ops.cpu.held_file import Region, hold
+from tests.support.leases import leases_work
 
 SIZE = 300_000
 CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
@@ -25,19 +26,6 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
     path.write_bytes(CONTENT.tobytes())
     return path
-
-
-def leases_work(folder: Path) -> bool:
-    probe = folder / "probe"
-    probe.touch()
-    handle = os.open(probe, os.O_RDONLY)
-    try:
-        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return True
 
 
 def kind_of(region: Region) -> str:
@@ -55,12 +43,13 @@ def watchers() -> int:
     return sum(thread.name == "packed weights" for thread in threading.enumerate())
 
 
-def eventually(true: object, wanted: int) -> None:
-    for _ in range(200):
-        if true() == wanted:  # type: ignore[operator]
+def falls_to(count: Callable[[], int], most: int) -> None:
+    """Threads of tests before this one may still be ending: there can only be fewer."""
+    for _ in range(1000):
+        if count() <= most:
             return
         time.sleep(0.01)
-    raise AssertionError(f"{true()} instead of {wanted}")  # type: ignore[operator]
+    raise AssertionError(f"{count()} instead of {most}")
 
 
 CHANGES = {
@@ -98,7 +87,7 @@ def test_another_process_changes_the_file(path: Path, change: str, drafted: bool
         del draft
     assert np.array_equal(array, CONTENT), "an array keeps its pages"
     del array
-    eventually(watchers, before)
+    falls_to(watchers, before)
 
 
 def test_what_cannot_be_leased_is_private_from_the_start(path: Path) -> None:
@@ -140,8 +129,8 @@ def test_another_size_than_it_should_have(path: Path, size: int) -> None:
         hold(str(path), size)
     with path.open("r+b"), pytest.raises(ValueError, match="not as long"):
         hold(str(path), size)
-    eventually(watchers, before)
-    eventually(lambda: len(os.listdir("/proc/self/fd")), handles)
+    falls_to(watchers, before)
+    falls_to(lambda: len(os.listdir("/proc/self/fd")), handles)
 
 
 def test_a_file_that_is_not_there(path: Path) -> None:
