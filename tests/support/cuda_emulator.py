@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.low_bit import Arguments, Form, Tuning, arguments, box_of, grid_of, source, workspace_size
+from octavo.ops.cuda.low_bit import Form, Images, Inputs, Tiles, Tuning, arguments, box_of, grid_of, source, workspace_size
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
 MACHINE = Path(__file__).parent / "simt" / "simt.h"
+_SMS = 3
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -36,11 +37,12 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _library(form: Form, tuning: Tuning, inner: int) -> ctypes.CDLL:
+def _library(form: Form, tuning: Tuning | Inputs, inner: int) -> ctypes.CDLL:
     assert COMPILER is not None
+    kind, call = ("Inputs", "*p") if isinstance(tuning, Inputs) else ("Args", "*p, *map")
     end = f"""
-extern "C" void run(const Args* p, const Map* map, int x, int y, int z) {{
-  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {tuning.name}(*p, *map); }});
+extern "C" void run(const {kind}* p, const Map* map, int x, int y, int z) {{
+  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {tuning.name}({call}); }});
 }}
 """
     text = source(form, tuning, inner, MACHINE.read_text()) + end
@@ -54,11 +56,17 @@ extern "C" void run(const Args* p, const Map* map, int x, int y, int z) {{
 def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
     """As `octavo.ops.cuda.low_bit.multiply`."""
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
-    elements, tiles = workspace_size(len(x), weight.out_features, tuning)
-    workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
     layout = low_bit_layout(weight)
-    packed: Arguments = arguments(x, weight, layout, bias, out, workspace)
-    box = Map(*vars(box_of(weight, form, tuning, layout.inner)).values())
-    _library(form, tuning, layout.inner).run(ctypes.byref(packed), ctypes.byref(box), *grid_of(len(x), weight.out_features, tuning, 3))
+    rows, columns, inner = len(x), weight.out_features, layout.inner
+    elements, counters = workspace_size(rows, columns, inner, tuning, _SMS)
+    workspace = SkinnyWorkspace.allocate(elements, counters, x.device) if elements else None
+    images = None
+    if isinstance(tuning, Tiles):
+        images = Images.allocate(rows, inner, form, tuning.inputs, x.device)
+        images.images.fill_(0xFF)
+        _library(form, tuning.inputs, inner).run(ctypes.byref(images.arguments(x, inner)), None, rows, 1, 1)
+    packed = arguments(x, images, weight, layout, bias, out, workspace)
+    box = Map(*vars(box_of(weight, form, tuning, inner)).values())
+    _library(form, tuning, inner).run(ctypes.byref(packed), ctypes.byref(box), *grid_of(rows, columns, inner, tuning, _SMS))
     assert workspace is None or not workspace.counters.any()
     return out

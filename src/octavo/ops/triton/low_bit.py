@@ -92,7 +92,7 @@ class LowBitLinear:
             native = None if form is None else cuda.choice(form, columns, layout.inner, rows, sm_count(device))
             if form is not None and native is not None:
                 cuda.prepare(form, native, layout.inner, device)
-                self._enlarge(*cuda.workspace_size(rows, columns, native), device)
+                self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
         for rows in ROW_CLASSES:
             tuning = choice(layout.kind, columns, layout.inner, layout.group, rows, sm_count(device))
             if tuning is not None and tuning.split > 1:
