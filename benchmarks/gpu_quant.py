@@ -30,6 +30,7 @@ from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import unpack
+from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit import LowBitLinear, _eight_bit_product
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout, unpack_weight
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
@@ -79,11 +80,13 @@ def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
             if fits and x_registers <= 96 and 0.8 <= even <= 1:
                 yield tuning
     if rows >= 16:
-        for tile, groups, split, stages, blocks in itertools.product((16, 32, 64, 128), (1, 2, 3), (1, 2, 4), (3, 6), (1, 2, 3)):
-            tiled = cuda.Tiles(tile, groups, split, stages, blocks)
-            room = REGISTERS / tiled.threads / blocks - 32 - tile / 2 * (2 if form.group else 1)
-            if rows / 2 <= tile <= max(16, rows) and tiled.shared_bytes(form) * blocks <= SHARED_BYTES and 25 <= room <= 190:
-                yield tiled
+        for tile, groups, blocks, integers in itertools.product((16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (True, False)):
+            tiled = cuda.Tiles(tile, groups, 1, blocks, integers)
+            sums = tile if integers else tile // 2
+            registers = 40 + (32 if integers else 64) + tile // 2 + (sums if form.group else 0)
+            fits = registers <= 504 // blocks // (groups + 1) and tiled.shared_bytes(form) * 3 <= SHARED_BYTES // blocks
+            if rows / 2 <= tile <= max(16, rows) and fits and (form.integers or not integers):
+                yield tiled.filled(form)
 
 
 def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning] | None:
@@ -95,7 +98,7 @@ def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning] |
     for tuning in tunings:
         cuda.prepare(form, tuning, inner, DEVICE)
     for tuning in tunings:
-        elements, counters = cuda.workspace_size(len(x), weights[0].out_features, tuning)
+        elements, counters = cuda.workspace_size(len(x), weights[0].out_features, inner, tuning, sm_count(DEVICE))
         workspace = SkinnyWorkspace.allocate(elements, counters, DEVICE) if elements else None
         timed.append((graph_us([functools.partial(cuda.multiply, x, w, None, form, tuning, workspace) for w in weights]), tuning))
     return min(timed, key=lambda pair: pair[0])

@@ -15,11 +15,12 @@ import torch
 
 from octavo.ops.cuda import dense
 from octavo.ops.cuda.launch import Boxes
-from octavo.ops.cuda.low_bit import Form, Tuning, arguments, boxes_of, grid_of, source, workspace_size
+from octavo.ops.cuda.low_bit import Form, Images, Tiles, Tuning, arguments, boxes_of, grid_of, source, workspace_size
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
 MACHINE = Path(__file__).parent / "simt" / "simt.h"
+_SMS = 3
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -46,13 +47,13 @@ def _folder() -> Path:
 
 
 @functools.cache
-def emulated(text: str, kernel: str, maps: int) -> Callable[..., None]:
-    """A kernel of `text`, which takes `Args` and so many tensor maps: a function of (Args, maps..., x, y, z), the grid's size."""
+def emulated(text: str, kernel: str, maps: int, kind: str = "Args") -> Callable[..., None]:
+    """A kernel of `text`, which takes a `kind` and so many tensor maps: a function of (that, maps..., x, y, z), the grid's size."""
     assert COMPILER is not None
     names = [f"map{i}" for i in range(maps)]
     end = f"""
-extern "C" void run(const Args* p, {"".join(f"const Map* {name}, " for name in names)}int x, int y, int z) {{
-  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {kernel}(*p, {", ".join(f"*{name}" for name in names)}); }});
+extern "C" void run(const {kind}* p, {"".join(f"const Map* {name}, " for name in names)}int x, int y, int z) {{
+  run_blocks(BLOCK_THREADS, x, y, z, [=] {{ {kernel}({", ".join(f"*{name}" for name in ["p", *names])}); }});
 }}
 """
     place = _folder() / f"{hashlib.sha256((text + end).encode()).hexdigest()[:16]}"
@@ -71,12 +72,19 @@ extern "C" void run(const Args* p, {"".join(f"const Map* {name}, " for name in n
 def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
     """As `octavo.ops.cuda.low_bit.multiply`."""
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
-    elements, tiles = workspace_size(len(x), weight.out_features, tuning)
-    workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
     layout = low_bit_layout(weight)
-    run = emulated(source(form, tuning, layout.inner, MACHINE.read_text()), tuning.name, 1)
-    boxes = boxes_of(weight, form, tuning, layout.inner)
-    run(arguments(x, weight, layout, bias, out, workspace), boxes, *grid_of(len(x), weight.out_features, tuning, 3))
+    rows, columns, inner = len(x), weight.out_features, layout.inner
+    elements, counters = workspace_size(rows, columns, inner, tuning, _SMS)
+    workspace = SkinnyWorkspace.allocate(elements, counters, x.device) if elements else None
+    images = None
+    if isinstance(tuning, Tiles):
+        images = Images.allocate(rows, inner, form, tuning.inputs, x.device)
+        images.images.fill_(0xFF)
+        order = emulated(source(form, tuning.inputs, inner, MACHINE.read_text()), tuning.inputs.name, 0, kind="Inputs")
+        order(images.arguments(x, inner), rows, 1, 1)
+    run = emulated(source(form, tuning, inner, MACHINE.read_text()), tuning.name, 1)
+    packed = arguments(x, images, weight, layout, bias, out, workspace)
+    run(packed, boxes_of(weight, form, tuning, inner), *grid_of(rows, columns, inner, tuning, _SMS))
     assert workspace is None or not workspace.counters.any()
     return out
 
@@ -95,6 +103,6 @@ def emulate_dense(
     workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
     run = emulated(dense.source(form, tuning, MACHINE.read_text()), tuning.name, 2)
     boxes = dense.boxes_of(x, tuning.rows, tuning.depth), dense.boxes_of(weight, tuning.columns, tuning.depth)
-    run(dense.arguments(len(x), weight, form, bias, out, workspace, scales), *boxes, *dense.grid_of(len(weight), tuning, 3))
+    run(dense.arguments(len(x), weight, form, bias, out, workspace, scales), *boxes, *dense.grid_of(len(weight), tuning, _SMS))
     assert workspace is None or not workspace.counters.any()
     return out

@@ -17,6 +17,7 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 #define UNROLL
+#define NO_UNROLL
 #define INLINE static inline
 #define KERNEL(name, count) constexpr int BLOCK_THREADS = count; static void name
 #define KERNEL_TOGETHER(name, count, blocks) KERNEL(name, count)
@@ -239,14 +240,14 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE u32 as_bits(float x) { return bits(x); }
 
 #if WARPGROUP
-INLINE void publish_to_tensor_cores() {}
 INLINE void begin_products() {}
 INLINE void close_products() {}
 INLINE void wait_for_products() {}
 INLINE void wait_for_products_but_one() {}
-static u16 swizzled(u32 tile, int row, int byte) {
-  u16 r;
-  memcpy(&r, shared_memory + tile + row * 128 + (byte ^ (row % 8 * 16)), 2);
+template <class T>
+static T swizzled(u32 tile, int row, int byte) {
+  T r;
+  memcpy(&r, shared_memory + tile + row * 128 + (byte ^ (row % 8 * 16)), sizeof(T));
   return r;
 }
 #ifdef FLOAT8
@@ -258,7 +259,7 @@ static float of_float8(u8 x) {
 // Number `k` of a row of a tile in shared memory.
 static float number(u32 tile, int row, int byte, int k) {
   if (FLOAT8) return of_float8(shared_memory[tile + row * 128 + ((byte + k) ^ (row % 8 * 16))]);
-  return widened(swizzled(tile, row, byte + 2 * k));
+  return widened(swizzled<u16>(tile, row, byte + 2 * k));
 }
 INLINE void dense_mma(float (&d)[COLUMNS / 2], u32 x, u32 w, int byte) {
   int lane = current & 31, warp = current / 32 % 4;
@@ -271,17 +272,38 @@ INLINE void dense_mma(float (&d)[COLUMNS / 2], u32 x, u32 w, int byte) {
   }
 }
 #else
-INLINE void warpgroup_mma(float (&d)[ROWS / 2], const u32 (&a)[4], u32 tile, int byte) {
+template <int count>
+INLINE void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u32 tile, int byte) {
   int lane = current & 31;
   if (tile % 1024) abort();
   show(a, 0, 0);
-  for (int i = 0; i < ROWS / 2; i++) {
+  for (int i = 0; i < count; i++) {
     int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
     float sum = 0;
-    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(swizzled(tile, column, byte + 2 * k));
+    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(swizzled<u16>(tile, column, byte + 2 * k));
     d[i] += sum;
   }
   warp_barrier();
+}
+// The same with bytes: rows of x have their upper and lower ones in two columns.
+template <int count>
+INLINE void warpgroup_mma(int (&d)[count], const u32 (&a)[4], u32 tile, int byte) {
+  int lane = current & 31;
+  if (tile % 1024) abort();
+  show(a, 0, 0);
+  for (int i = 0; i < count; i++) {
+    int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
+    for (int k = 0; k < 32; k++) {
+      Lane& left = lanes[current / 32 * 32 + (row & 7) * 4 + k % 16 / 4];
+      d[i] += (int8_t)(left.a[(row >> 3) + (k >> 4) * 2] >> k % 4 * 8) * (int)swizzled<int8_t>(tile, column, byte + k);
+    }
+  }
+  warp_barrier();
+}
+template <class T, int count>
+INLINE void warpgroup_mma_fresh(T (&d)[count], const u32 (&a)[4], u32 tile, int byte) {
+  for (T& x : d) x = 0;
+  warpgroup_mma(d, a, tile, byte);
 }
 #endif
 #endif
@@ -358,6 +380,12 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) { copy
 INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_box(to, map, row, chunk, bar); }
 INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, 0, head, block}, bar); }
 INLINE void prefetch_map(const Map&) {}
+INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
+  if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || to + bytes > sizeof(shared_memory)) abort();
+  memcpy(shared_memory + to, from, bytes);
+  phases.at(bar).bytes -= bytes;
+  end_phase(phases.at(bar));
+}
 
 static bool votes[64];
 INLINE bool any_lane(bool x) {
@@ -383,6 +411,7 @@ INLINE void load_fresh(float (&r)[N], const float* p, bool there) {
   if ((uintptr_t)p % (4 * N)) abort();
   memcpy(r, p, 4 * N);
 }
+INLINE U4 load_fresh16(const float* p) { return stream16(p); }
 
 static std::function<void()> body;
 static void enter() {

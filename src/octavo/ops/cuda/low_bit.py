@@ -1,12 +1,14 @@
 """Products with low-bit weights as they are stored, by the CUDA C++ kernels in `kernels/`.
 
-`stream` for up to 8 rows of x, `tiles` (Hopper's warpgroup products) for more. Both turn codes into exact numbers of x's dtype in the
-lane that multiplies them; sums are float32, and a group's scale multiplies the sum over the group.
+`stream` for up to 8 rows of x, `tiles` (Hopper's warpgroup products) for more, for which `inputs` puts x in order. All turn codes into
+exact numbers in the lane that multiplies them: of x's dtype, with float32 sums, or integers for x in 16-bit fixed point, with exact ones.
+A group's scale multiplies the sum over the group.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -60,6 +62,20 @@ class Form:
         """Inner elements a loop iteration."""
         return (16 if self.wide else 8) * (8 if self.kind in FOUR_BITS else 4)
 
+    @property
+    def sums_once(self) -> bool:
+        """Sums of integers are converted and scaled once a row of the weight, not once a group: then nothing is cheaper."""
+        return not self.group
+
+    @property
+    def integers(self) -> bool:
+        """Codes can be multiplied as integers."""
+        return self.kind in ("int4", "int8")
+
+    def groups_of(self, inner: int) -> int:
+        """Groups of so many inner elements, one if they are of a larger one."""
+        return max(1, inner // self.group) if self.group else 1
+
     def definitions(self) -> dict[str, int]:
         numbers = {
             "ROW_BLOCK": self.row_block,
@@ -88,7 +104,7 @@ class Stream:
     blocks: int = 1
     """At a time on an SM."""
 
-    name = "low_bit_stream"
+    name, source = "low_bit_stream", "stream.cu"
 
     @property
     def rows(self) -> int:
@@ -111,7 +127,44 @@ class Stream:
 
     def definitions(self, form: Form, inner: int) -> dict[str, int]:
         numbers = {"TILES": self.tiles, "WARPS": self.warps, "SPLIT": self.split, "STAGES": self.stages}
-        return numbers | {"PER_WARP": self.per_warp(form, inner), "WARPGROUP": 0}
+        return numbers | {"PER_WARP": self.per_warp(form, inner), "INTEGERS": int(form.integers), "WARPGROUP": 0}
+
+
+SHARED_BYTES = 227 << 10
+"""That a block can have."""
+STAGE_INNER = 128
+"""Inner elements that `tiles` copies at once."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How `inputs` lays out x for `tiles`."""
+
+    rows: int
+    """Of a block of `tiles`."""
+    integers: bool
+    """x becomes integers of 16 bits."""
+
+    name, source = "low_bit_inputs", "inputs.cu"
+    threads = 512
+
+    @property
+    def rows_a_pass(self) -> int:
+        """That one product has; twice as many sums of integers as of bfloat16 are in registers at a time."""
+        return min(self.rows, 64 if self.integers else 128)
+
+    def image_bytes(self, form: Form) -> int:
+        """Of `rows` rows of 128 inner elements."""
+        return self.rows * (256 + (4 * form.groups_of(STAGE_INNER) if self.integers and form.zeros else 0))
+
+    def shared_bytes(self, form: Form) -> int:
+        del form
+        return 64
+
+    def definitions(self, form: Form, inner: int) -> dict[str, int]:
+        del form
+        numbers = {"ROWS": self.rows, "PASS": self.rows_a_pass, "INTEGERS": int(self.integers), "WARPGROUP": 1}
+        return numbers | {"HELD": -(-inner // (8 * self.threads))}
 
 
 @dataclass(frozen=True)
@@ -119,17 +172,21 @@ class Tiles:
     """Tuning of `tiles`."""
 
     rows: int
-    """Of x, a block; a multiple of 8."""
+    """Of x, a block; a multiple of 8, from 64 on of 64."""
     warpgroups: int
     """64 rows of the weight each."""
-    split: int
-    """Parts of the inner dimension."""
     stages: int
-    """Chunks of the weight in shared memory, or on their way there."""
+    """Of 128 inner elements, in shared memory or on their way there."""
     blocks: int = 1
     """At a time on an SM, which leaves each so many registers."""
+    integers: bool = True
+    """Codes that are integers are multiplied as such."""
 
-    name = "low_bit_tiles"
+    name, source = "low_bit_tiles", "tiles.cu"
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.rows, self.integers)
 
     @property
     def columns(self) -> int:
@@ -137,21 +194,38 @@ class Tiles:
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups
+        return 128 * (self.warpgroups + 1)
+
+    def tiles(self, rows: int, columns: int) -> int:
+        return -(-columns // self.columns) * -(-rows // self.rows)
 
     def shared_bytes(self, form: Form) -> int:
-        return 2 * self.rows * 128 * max(1, form.chunk // 64) + self.stages * (self.columns * form.width + 8)
+        groups = form.groups_of(STAGE_INNER)
+        scales = 0 if not form.group or form.kind == "float8" else groups * (4 if form.scale_type == 0 else 2)
+        zeros = groups * (1 if form.kind == "int4" else 2) if form.zeros else 0
+        weight = form.width * (STAGE_INNER // form.chunk) + scales + zeros
+        stage = _up(_up(self.inputs.image_bytes(form), 128) + self.columns * weight, 1024)
+        return self.stages * (stage + 16)
+
+    def filled(self, form: Form) -> Tiles:
+        """With as many stages as an SM's memory has room for."""
+        room = SHARED_BYTES // self.blocks - (1024 if self.blocks > 1 else 0)
+        stages = next(n for n in range(8, 0, -1) if dataclasses.replace(self, stages=n).shared_bytes(form) <= room)
+        return dataclasses.replace(self, stages=stages)
 
     def definitions(self, form: Form, inner: int) -> dict[str, int]:
-        del form, inner
-        numbers = {"ROWS": self.rows, "WARPGROUPS": self.warpgroups, "SPLIT": self.split, "STAGES": self.stages}
-        return numbers | {"BLOCKS": self.blocks, "WARPGROUP": 1}
+        numbers = {"WARPGROUPS": self.warpgroups, "STAGES": self.stages, "BLOCKS": self.blocks}
+        return numbers | self.inputs.definitions(form, inner)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 Tuning = Stream | Tiles
 
 
-MOST_ROWS = 128
+MOST_ROWS = 256
 """More rows are better served by unpacking the weight for cuBLAS."""
 _STREAM_ROWS = 8
 _X_REGISTERS, _X_REGISTERS_OF_MANY = 64, 40
@@ -174,21 +248,32 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
             if per_warp * words <= _X_REGISTERS:
                 return Stream(1, -(-chunks // (split * per_warp)), split, 4)
         return None
-    tile = min(128, max(16, 1 << (rows - 1).bit_length()))
-    across = -(-columns // 128)
-    while tile > 16 and across * -(-rows // tile) < 60:
-        tile //= 2
-    tiles, split = across * -(-rows // tile), 1
-    while split < 4 and tiles * split < (240 if inner > 8192 else 120) * sms // 132 and inner >= 8 * split * form.chunk:
-        split *= 2
-    return Tiles(tile, 2, split, 3, 2 if tile <= 64 else 1)
+    if form.group and form.group % STAGE_INNER and STAGE_INNER % form.group:
+        return None
+    large = columns * inner >= 8 * 132 * 128 * STAGE_INNER
+    if rows <= 16:
+        tuning = Tiles(16, 2, 1, 2, form.integers)
+    elif rows <= 32:
+        tuning = Tiles(32, 2, 1, 2, True) if form.integers and (large or form.sums_once) else Tiles(32, 3, 1, 1, False)
+    else:
+        tuning = Tiles(64 if rows <= 64 else 128, 2, 1, 1, form.integers and form.sums_once)
+    return tuning.filled(form)
+
+
+class InputsArguments(ctypes.Structure):
+    """`Inputs` of `kernels/inputs.cu`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "image", "scales")),
+        *((name, ctypes.c_int) for name in ("rows", "inner", "x_stride", "stages")),
+    ]
 
 
 class Arguments(ctypes.Structure):
     """`Args` of `kernels/low_bit.h`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "scales", "zeros", "table", "bias", "out", "parts", "counters")),
+        *((name, ctypes.c_void_p) for name in ("x", "scales", "zeros", "table", "bias", "out", "parts", "counters", "x_scales")),
         *((name, ctypes.c_int) for name in ("rows", "columns", "inner", "x_stride", "out_stride")),
         *((name, ctypes.c_int) for name in ("scale_group_stride", "scale_row_stride", "table_stride")),
     ]
@@ -227,44 +312,79 @@ def _index(dtype: torch.dtype) -> int | None:
     return _TYPES.index(dtype) if dtype in _TYPES else None
 
 
-def source(form: Form, tuning: Tuning, inner: int, machine: str) -> str:
+def source(form: Form, tuning: Tuning | Inputs, inner: int, machine: str) -> str:
     """The program of one kernel; `machine` is the text of `simt.h`."""
     definitions = form.definitions() | tuning.definitions(form, inner)
     lines = [f"#define {name} {value}" for name, value in definitions.items()]
-    body = (_SOURCES / ("stream.cu" if isinstance(tuning, Stream) else "tiles.cu")).read_text()
-    return "\n".join([*lines, machine, (_SOURCES / "low_bit.h").read_text(), body])
+    return "\n".join([*lines, machine, (_SOURCES / "low_bit.h").read_text(), (_SOURCES / tuning.source).read_text()])
 
 
-def device_source(form: Form, tuning: Tuning, inner: int) -> str:
+def device_source(form: Form, tuning: Tuning | Inputs, inner: int) -> str:
     machine = (_SOURCES / "simt.h").read_text()
     if isinstance(tuning, Tiles):
-        machine += _warpgroup_mma(tuning.rows, half=form.half)
+        machine += _warpgroup_mma(tuning.inputs.rows_a_pass, half=form.half, integers=tuning.integers)
     return source(form, tuning, inner, machine)
 
 
-def _warpgroup_mma(rows: int, *, half: bool) -> str:
-    """d [64, rows] += a [64, 16] @ x[rows, 16].T, a from registers, x from shared memory, spread over a warpgroup's lanes."""
-    count, dtype = rows // 2, "f16" if half else "bf16"
-    sums, operands = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""
-INLINE void warpgroup_mma(float (&d)[{count}], const u32 (&a)[4], u32 tile, int byte) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{dtype}.{dtype} {{{sums}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"
+def _warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:
+    """d [64, columns] += a [64, 32 bytes] @ x[columns, 32 bytes].T, a from registers, x from shared memory, spread over a warpgroup's
+    lanes; `fresh`: d is written only. Columns are `rows`, and for integers as many again.
+    """
+    columns, count = (2 * rows, rows) if integers else (rows, rows // 2)
+    dtype = "f16" if half else "bf16"
+    shape = f"m64n{columns}k32.s32.s8.s8" if integers else f"m64n{columns}k16.f32.{dtype}.{dtype}"
+    register, number, more = ("r", "int", "") if integers else ("f", "float", ", 1, 1, 0")
+    sums, a = ", ".join(f"%{i}" for i in range(count)), ", ".join(f"%{count + i}" for i in range(4))
+    functions = []
+    for name, access, add in (("warpgroup_mma", "+", 1), ("warpgroup_mma_fresh", "=", 0)):
+        operands = ", ".join(f'"{access}{register}"(d[{i}])' for i in range(count))
+        functions.append(f"""
+INLINE void {name}({number} (&d)[{count}], const u32 (&a)[4], u32 tile, int byte) {{
+  asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 5}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, {{{a}}}, %{count + 4}, add{more};\\n}}"
                : {operands}
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand(tile, byte)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand(tile, byte)), "r"({add}));
 }}
-"""
+""")
+    return "".join(functions)
+
+
+@dataclass(frozen=True)
+class Images:
+    """x as `tiles` reads it."""
+
+    images: torch.Tensor
+    """[rows of tiles, stages, bytes] uint8"""
+    scales: torch.Tensor
+    """[rows of x] float32"""
+
+    @classmethod
+    def allocate(cls, rows: int, inner: int, form: Form, inputs: Inputs, device: torch.device) -> Images:
+        shape = (-(-rows // inputs.rows), -(-inner // STAGE_INNER), inputs.image_bytes(form))
+        return cls(torch.empty(shape, dtype=torch.uint8, device=device), torch.empty(rows, device=device))
+
+    def arguments(self, x: torch.Tensor, inner: int) -> InputsArguments:
+        """Of the kernel that writes them."""
+        stride, stages = x.stride(0) * x.element_size(), self.images.shape[1]
+        return InputsArguments(x.data_ptr(), self.images.data_ptr(), self.scales.data_ptr(), len(x), inner, stride, stages)
 
 
 def arguments(
-    x: torch.Tensor, weight: LowBit, layout: LowBitLayout, bias: torch.Tensor | None, out: torch.Tensor, workspace: SkinnyWorkspace | None
+    x: torch.Tensor,
+    images: Images | None,
+    weight: LowBit,
+    layout: LowBitLayout,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: SkinnyWorkspace | None,
 ) -> Arguments:
     def address(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
 
     size = x.element_size()
     return Arguments(
-        x=x.data_ptr(),
+        x=x.data_ptr() if images is None else images.images.data_ptr(),
+        x_scales=0 if images is None else images.scales.data_ptr(),
         scales=address(layout.scales),
         zeros=address(layout.zeros),
         table=address(layout.table),
@@ -285,34 +405,38 @@ def arguments(
 
 def boxes_of(weight: LowBit, form: Form, tuning: Tuning, inner: int) -> Boxes:
     """What of a weight's data the kernels copy at once: its data seen as [chunks, rows, width bytes]."""
-    box = (16, tuning.warps) if isinstance(tuning, Stream) else (tuning.columns, 1)
+    box = (16, tuning.warps) if isinstance(tuning, Stream) else (tuning.columns, STAGE_INNER // form.chunk)
     shape = (form.width // 4, weight.out_features, inner // form.chunk)
     return Boxes(weight.data.data_ptr(), shape, (weight.data.stride(0), form.width), (form.width // 4, *box))
 
 
-def grid_of(rows: int, columns: int, tuning: Tuning, sms: int) -> tuple[int, int, int]:
-    across = -(-columns // tuning.columns)
+def grid_of(rows: int, columns: int, inner: int, tuning: Tuning, sms: int) -> tuple[int, int, int]:
     if isinstance(tuning, Stream):
         assert rows <= tuning.rows
-        return (min(across, max(1, sms * tuning.blocks // tuning.split)), tuning.split, 1)
-    return (across, tuning.split, -(-rows // tuning.rows))
+        return (min(-(-columns // tuning.columns), max(1, sms * tuning.blocks // tuning.split)), tuning.split, 1)
+    return (min(tuning.tiles(rows, columns) * -(-inner // STAGE_INNER), sms * tuning.blocks), 1, 1)
 
 
-def workspace_size(rows: int, columns: int, tuning: Tuning) -> tuple[int, int]:
+def workspace_size(rows: int, columns: int, inner: int, tuning: Tuning, sms: int) -> tuple[int, int]:
     """Elements and counters of a workspace that a product of so many rows needs."""
-    across, down, split = -(-columns // tuning.columns), -(-rows // tuning.rows), tuning.split
-    return (across * down * split * tuning.rows * tuning.columns, across * down) if split > 1 else (0, 0)
+    if isinstance(tuning, Stream):
+        across = -(-columns // tuning.columns)
+        return (across * tuning.split * tuning.rows * tuning.columns, across) if tuning.split > 1 else (0, 0)
+    blocks, tiles = grid_of(rows, columns, inner, tuning, sms)[0], tuning.tiles(rows, columns)
+    if tiles % blocks == 0:
+        return (0, 0)  # all of a tile is one block's
+    return (blocks * 2 * tuning.rows * tuning.columns, tiles * 4 * tuning.warpgroups)
 
 
 @functools.cache
-def _code(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Future[bytes]:
+def _code(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device) -> Future[bytes]:
     target = architecture(device)
     assert target is not None
     return in_background(device_source(form, tuning, inner), target)
 
 
 @functools.cache
-def _kernel(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Kernel:
+def _kernel(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device) -> Kernel:
     code = _code(form, tuning, inner, device).result()
     shared = tuning.shared_bytes(form)
     with torch.cuda.device(device):
@@ -322,6 +446,13 @@ def _kernel(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Ker
 def prepare(form: Form, tuning: Tuning, inner: int, device: torch.device) -> None:
     """Begin to compile what `multiply` will launch."""
     _code(form, tuning, _inner(tuning, inner), device)
+    if isinstance(tuning, Tiles):
+        _code(_form_of_inputs(form), tuning.inputs, inner, device)
+
+
+def _form_of_inputs(form: Form) -> Form:
+    """Without what does not matter to `inputs`."""
+    return dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False)
 
 
 def _inner(tuning: Tuning, inner: int) -> int:
@@ -345,9 +476,14 @@ def multiply(
     """
     layout = low_bit_layout(weight)
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
-    elements, tiles = workspace_size(len(x), weight.out_features, tuning)
-    assert not elements or (workspace is not None and len(workspace.parts) >= elements and len(workspace.counters) >= tiles)
-    kernel = _kernel(form, tuning, _inner(tuning, layout.inner), x.device)
-    grid = grid_of(len(x), weight.out_features, tuning, sm_count(x.device))
-    kernel.launch(grid, arguments(x, weight, layout, bias, out, workspace), tensor_map(boxes_of(weight, form, tuning, layout.inner)))
+    sms, inner = sm_count(x.device), layout.inner
+    elements, counters = workspace_size(len(x), weight.out_features, inner, tuning, sms)
+    assert not elements or (workspace is not None and len(workspace.parts) >= elements and len(workspace.counters) >= counters)
+    images = None
+    if isinstance(tuning, Tiles):
+        images = Images.allocate(len(x), inner, form, tuning.inputs, x.device)
+        _kernel(_form_of_inputs(form), tuning.inputs, inner, x.device).launch((len(x), 1, 1), images.arguments(x, inner))
+    kernel = _kernel(form, tuning, _inner(tuning, inner), x.device)
+    grid = grid_of(len(x), weight.out_features, inner, tuning, sms)
+    kernel.launch(grid, arguments(x, images, weight, layout, bias, out, workspace), tensor_map(boxes_of(weight, form, tuning, inner)))
     return out

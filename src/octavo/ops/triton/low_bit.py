@@ -120,7 +120,7 @@ class LowBitLinear:
             native = None if form is None else cuda.choice(form, columns, layout.inner, rows, sm_count(device))
             if form is not None and native is not None:
                 cuda.prepare(form, native, layout.inner, device)
-                self._enlarge(*cuda.workspace_size(rows, columns, native), device)
+                self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
         for rows in range(1, dense.MOST_ROWS + 1):
             if (found := self._dense(weight, dtype, rows, bias=False)) is not None:
                 dense.prepare(*found, device)

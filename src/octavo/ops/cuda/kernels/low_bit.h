@@ -7,8 +7,6 @@
 #define INT8 2
 #define FLOAT8 3
 
-// Codes that are integers are multiplied as such (`stream` only).
-#define INTEGERS (KIND == INT4 || KIND == INT8)
 #define FOUR_BITS (KIND == INT4 || KIND == TABLE)
 #define LOAD (WIDE ? 16 : 8)
 #define WORDS (LOAD / 4)
@@ -16,6 +14,7 @@
 #define CHUNK (LOAD * (FOUR_BITS ? 8 : 4))
 #define WIDTH (LOAD * 4)  // bytes of a row in a chunk
 #define STEPS (CHUNK / 16)
+#define VECTORS (FOUR_BITS ? WORDS : WORDS / 2)  // eights of inner elements that a lane has of a chunk
 // GROUP 0: one scale a row, at the end; else inner elements of a group: no less than a chunk, or half of one.
 #define GROUPED (GROUP > 0)
 #define HALVES (GROUP == 32 && FOUR_BITS)
@@ -23,8 +22,16 @@
 #define ZERO_BYTES (KIND == INT4 ? 1 : 2)
 #define SCALES_A_CHUNK (HALVES ? 2 : 1)
 
+#if WARPGROUP
+// Of `tiles`, for 128 inner elements, a stage. PASS: rows of x that are multiplied at once, of a block's ROWS.
+#define PASS_BYTES (PASS * 256)
+#define GROUPS_A_STAGE (GROUPED && GROUP < 128 ? 128 / GROUP : 1)
+// x, and where zero points need them, the sums of its groups.
+#define X_BYTES (ROWS * 256 + (INTEGERS && ZEROS ? ROWS * 4 * GROUPS_A_STAGE : 0))
+#endif
+
 struct Args {
-  const u8* x;
+  const u8* x;  // `tiles`: the images that `inputs` makes
   const u8* scales;
   const u8* zeros;
   const u8* table;
@@ -32,6 +39,7 @@ struct Args {
   u8* out;
   float* parts;
   int* counters;
+  const float* x_scales;  // `tiles`, integers: of rows
   int rows, columns, inner;
   int x_stride, out_stride;  // bytes
   int scale_group_stride, scale_row_stride, table_stride;  // elements
@@ -61,6 +69,16 @@ INLINE float load_scale(const u8* scales, long long at) {
   return from_float16(((const u16*)scales)[at]);
 #else
   return from_bfloat16(((const u16*)scales)[at]);
+#endif
+}
+
+INLINE float shared_scale(u32 at) {
+#if SCALE_TYPE == 0
+  return as_float(shared4(at));
+#elif SCALE_TYPE == 1
+  return from_float16(shared2(at));
+#else
+  return from_bfloat16(shared2(at));
 #endif
 }
 
@@ -110,13 +128,29 @@ struct Held {
 #endif
 };
 
-// A zero point: ready to be subtracted from pairs of codes, or (`whole`) from integers as `stream` has them.
+// A zero point: ready to be subtracted from pairs of codes, or (`whole`) from integers as `bytes_of` has them.
+template <bool whole>
+INLINE u32 zero_point(int zero) {
+#if KIND == INT4
+  return whole ? (zero - 8) * 16 : both(POWER | zero);
+#else
+  return whole ? zero : both(narrow((float)zero));
+#endif
+}
 template <bool whole>
 INLINE u32 load_zero(const u8* zeros, long long at) {
 #if KIND == INT4
-  return whole ? ((int)zeros[at] - 8) * 16 : both(POWER | zeros[at]);
+  return zero_point<whole>(zeros[at]);
 #else
-  return whole ? (int)((const short*)zeros)[at] : both(narrow((float)((const short*)zeros)[at]));
+  return zero_point<whole>(((const short*)zeros)[at]);
+#endif
+}
+template <bool whole>
+INLINE u32 shared_zero(u32 at) {
+#if KIND == INT4
+  return zero_point<whole>(shared1(at));
+#else
+  return zero_point<whole>((short)shared2(at));
 #endif
 }
 
@@ -143,7 +177,7 @@ UNROLL
 INLINE void read_codes(Held& held, u32 at) { held.w = WIDE ? shared16(at) : shared8(at); }
 
 // The bits of a pair's codes. Two constants in one instruction need a register for one of them: this one stays in it.
-INLINE u32 code_bits() { return KIND == INT8 ? 0x007f007fu : KIND == FLOAT8 ? FLOAT8_BITS : 0x000f000fu; }
+INLINE u32 code_bits() { return INTEGERS ? 0xf0f0f0f0u : KIND == INT8 ? 0x007f007fu : KIND == FLOAT8 ? FLOAT8_BITS : 0x000f000fu; }
 
 // Of one step, the two registers that a lane has of one of its rows: inner elements k to k + 3 of `inner_of`.
 INLINE void decode(u32& first, u32& second, const Held& held, const Row& row, u32 mask, int step) {
@@ -182,6 +216,19 @@ UNROLL
   second = multiply_add2(second, FLOAT8_FACTOR, 0x80008000u);
 #endif
 }
+
+#if INTEGERS
+// Of vector `v` of a chunk, the two registers that a lane has of one of its rows; 4-bit codes less 8, times 16.
+INLINE void bytes_of(u32& first, u32& second, const Held& held, u32 mask, int v) {
+#if KIND == INT4
+  const int word = v % (WORDS / 2) * 2, shift = v / (WORDS / 2) ? 0 : 4;
+  first = (held.w.v[word] << shift & mask) ^ 0x80808080u;
+  second = (held.w.v[word + 1] << shift & mask) ^ 0x80808080u;
+#else
+  first = held.w.v[2 * v], second = held.w.v[2 * v + 1];
+#endif
+}
+#endif
 
 // The first inner element, within a chunk, of those that lanes `lane % 4 == quarter` multiply, and how far from it the four of a step begin.
 INLINE int inner_of(int quarter) {

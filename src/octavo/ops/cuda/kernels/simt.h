@@ -7,6 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define UNROLL _Pragma("unroll")
+#define NO_UNROLL _Pragma("unroll 1")
 #define INLINE __device__ __forceinline__
 #define KERNEL(name, threads) extern "C" __global__ void __launch_bounds__(threads) name
 #define KERNEL_TOGETHER(name, threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks) name
@@ -227,8 +228,13 @@ INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 
                : "memory");
 }
 INLINE void prefetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+// The same for bytes that lie in a row: a multiple of 16, from a multiple of 16 to another.
+INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar)
+               : "memory");
+}
 
-// Products of [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
+// As `warp_mma`, for [16, 32] int8 and [32, 8] int8 or, `unsigned_b`, uint8: exact sums.
 template <bool unsigned_b>
 INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if (unsigned_b)
@@ -247,18 +253,15 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 #if WARPGROUP
-// Writes to shared memory of this thread become visible to the tensor cores, which read it by another way.
-INLINE void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 INLINE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 INLINE void wait_for_products_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8: so the tensor cores read without bank conflicts.
 INLINE u64 swizzled_operand(u32 tile, int byte) {
-  u64 address = tile + byte;
-  return ((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  const u32 low = ((tile & 0x3ffff) >> 4 | 1u << 16) + (byte >> 4);
+  return (u64)(64u | 1u << 30) << 32 | low;
 }
-// WARPGROUP_MMA comes from the caller: warpgroup_mma(d, a, operand, add) for ROWS columns.
 #endif
 
 // This block's earlier stores are seen by whoever sees the count; true for the one that completes `all`. For one thread a block.
@@ -283,4 +286,9 @@ INLINE void load_fresh(float (&r)[4], const float* p, bool there) {
   asm volatile("{\n.reg .pred there;\nsetp.ne.s32 there, %5, 0;\n@there ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];\n}"
                : "+f"(r[0]), "+f"(r[1]), "+f"(r[2]), "+f"(r[3])
                : "l"(p), "r"((int)there));
+}
+INLINE U4 load_fresh16(const float* p) {
+  U4 r;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
+  return r;
 }

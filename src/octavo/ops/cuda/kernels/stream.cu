@@ -6,7 +6,6 @@
 #define STAGE_BYTES (WARPS * 16 * WIDTH)
 #define SUMS_STRIDE 20             // of 16 sums of a row of x: no bank conflicts, and whole vectors
 #define SUMS (TILES * 8 * SUMS_STRIDE)
-#define VECTORS (FOUR_BITS ? WORDS : WORDS / 2)
 
 struct Layout {
   u32 full, empty, ready, taken, sums, ring;
@@ -112,17 +111,6 @@ UNROLL
   }
   return fixed;
 }
-
-// Of vector `v` of a chunk, the two registers that a lane has of one of its rows; 4-bit codes less 8, times 16.
-INLINE void bytes_of(u32& first, u32& second, const Held& held, u32 mask, int v) {
-#if KIND == INT4
-  const int word = v % (WORDS / 2) * 2, shift = v / (WORDS / 2) ? 0 : 4;
-  first = (held.w.v[word] << shift & mask) ^ 0x80808080u;
-  second = (held.w.v[word + 1] << shift & mask) ^ 0x80808080u;
-#else
-  first = held.w.v[2 * v], second = held.w.v[2 * v + 1];
-#endif
-}
 #endif
 
 // Where a lane finds the scales and zeros of the chunks that its warp has of a strip; those of the next strip lie 16 rows on.
@@ -178,7 +166,7 @@ UNROLL
 }
 
 INLINE void multiply_strips(const Args& p, const Layout& l, const Range& range, int warp, int lane) {
-  const u32 mask = opaque(INTEGERS ? 0xf0f0f0f0u : code_bits());
+  const u32 mask = opaque(code_bits());
   U4 x[PER_WARP][TILES][VECTORS];
 UNROLL
   for (int s = 0; s < PER_WARP; s++)

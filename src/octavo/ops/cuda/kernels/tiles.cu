@@ -1,200 +1,373 @@
-// x @ W.T for more rows of x, ROWS a block: each warp of a warpgroup turns 16 rows of W into operands in registers, which the tensor
-// cores multiply with x, which lies in shared memory in the order that the lanes' inner elements have. Several blocks share an SM, so
-// that one multiplies while another turns: a block that did both at once would need twice the registers.
+// x @ W.T for more rows of x. Some warps have codes and x copied ahead into a ring in shared memory; the warpgroups turn 64 rows of W each
+// into operands in registers, which the tensor cores multiply with x, as `inputs` has laid it out. Codes that are integers are multiplied
+// as such, with the upper and the lower bytes of x at once, as columns of one product.
+// Every block has an equal share of all tiles' stages, one tile after the other; where a tile has several blocks, the last one adds up.
 
-#define THREADS (128 * WARPGROUPS)
-#define TILE_BYTES (ROWS * 128)  // 64 inner elements of x
-#define X_BYTES (TILE_BYTES * (CHUNK < 64 ? 1 : CHUNK / 64))
-#define W_BYTES (64 * WARPGROUPS * WIDTH)
-#define VECTORS_A_ROW (CHUNK / 8)
-#define VECTORS ((ROWS * VECTORS_A_ROW + THREADS - 1) / THREADS)  // that a thread moves
-#define TOGETHER (THREADS / VECTORS_A_ROW)                        // rows that all threads move at once
+#define CONSUMERS (128 * WARPGROUPS)
+#define COLUMNS (64 * WARPGROUPS)
+#define PASSES (ROWS / PASS)
+#define PARTS (128 / CHUNK)  // chunks of a stage
+#define W_BYTES (COLUMNS * WIDTH * PARTS)
+#define SHARED_SCALES (GROUPED && KIND != FLOAT8)  // those of neighbouring rows lie together
+#define SCALES_BYTES (SHARED_SCALES ? COLUMNS * SCALE_BYTES * GROUPS_A_STAGE : 0)
+#define ZEROS_BYTES (ZEROS ? COLUMNS * ZERO_BYTES * GROUPS_A_STAGE : 0)
+#define W_AT ((X_BYTES + 127) / 128 * 128)
+#define SCALES_AT (W_AT + W_BYTES)
+#define ZEROS_AT (SCALES_AT + SCALES_BYTES)
+#define STAGE_BYTES ((ZEROS_AT + ZEROS_BYTES + 1023) / 1024 * 1024)
+#define BATCH (ROWS < 64 ? 128 / ROWS : 1)  // parts of a tile that are asked for at once
+#define OPERANDS (INTEGERS ? 4 : 8)     // of a stage
+// Registers of a thread: at the launch, and of one that multiplies once the copying warps have given theirs back.
+#define AT_LAUNCH (512 / BLOCKS / (WARPGROUPS + 1) / 8 * 8)
+#define REGISTERS ((AT_LAUNCH * (WARPGROUPS + 1) - 24) / WARPGROUPS / 8 * 8)
+#define SUMS (INTEGERS ? PASS : PASS / 2)  // that a lane has of a pass
+#if INTEGERS
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
 
-// Which vectors of 8 inner elements of x a thread moves: the same ones of every TOGETHERth row.
-struct Mover {
-  const u8* from;
-  int row;
-  u32 to[2];  // of each four: the first pair; the second lies 16 bytes on, before the exchange of pieces
+struct Share {
+  int stages;      // of a tile
+  int all;         // of all tiles
+  int begin, end;  // this block's
+  int down;        // tiles of the same columns
 };
 
-INLINE Mover mover_of(const Args& p, int m0) {
-  Mover mover;
-  const int k0 = thread_id() % VECTORS_A_ROW * 8, row = thread_id() / VECTORS_A_ROW;
-  mover.from = p.x + (long long)(m0 + row) * p.x_stride + 2 * k0;
-  mover.row = row;
-UNROLL
-  for (int i = 0; i < 2; i++) {
-    const int k = k0 + 4 * i, byte = FOUR_BITS ? k / 64 * 32 + k % 32 : k;
-    const int quarter = byte / LOAD, step = FOUR_BITS ? byte % LOAD / 4 * 2 + k % 64 / 32 : byte % LOAD / 4;
-    mover.to[i] = step / 4 * TILE_BYTES + row * 128 + ((step % 4 * 32 + quarter * 4) ^ (row % 8 * 16));
-  }
-  return mover;
+INLINE Share share_of(const Args& p) {
+  Share s;
+  s.stages = (p.inner + 127) / 128;
+  s.down = (p.rows + ROWS - 1) / ROWS;
+  s.all = (p.columns + COLUMNS - 1) / COLUMNS * s.down * s.stages;
+  s.begin = (u32)(block_x() * s.all) / (u32)blocks_x();
+  s.end = (u32)((block_x() + 1) * s.all) / (u32)blocks_x();
+  return s;
 }
 
-INLINE void fetch_x(U4 (&x)[VECTORS], const Args& p, const Mover& mover, int m0, int chunk) {
-  const u8* from = mover.from + (long long)chunk * (2 * CHUNK);
-UNROLL
-  for (int i = 0; i < VECTORS; i++) {
-    const int row = mover.row + i * TOGETHER;
-    x[i] = U4{{0, 0, 0, 0}};
-    if (m0 + row < p.rows && row < ROWS) x[i] = load16(from + (long long)(i * TOGETHER) * p.x_stride);
-  }
+// Behind the last group there are no inputs, and nothing counts.
+INLINE int group_at(const Args& p, int stage, int i) {
+#if GROUPED
+  const int group = (stage * 128) / GROUP + i, groups = p.inner / GROUP;
+  return group < groups ? group : groups - 1;
+#else
+  return 0;
+#endif
 }
 
-INLINE void put_x(u32 stage, const U4 (&x)[VECTORS], const Mover& mover) {
+#define COPIERS (2 + (SHARED_SCALES || ZEROS))
+
+// What the copying warps do, one thread each, since a copy takes the one that asks for it 80 cycles: weights, which do not wait for whoever
+// computes x; x; what goes with the weights' groups.
+template <int copier>
+INLINE void copy_stages(const Args& p, const Map& map, const Share& s, u32 ring, u32 full, u32 empty) {
+  if (copier == 1) wait_for_inputs();
+  int tile = s.begin / s.stages, stage = s.begin % s.stages, slot = 0, round = 1;
+  int n0 = tile / s.down * COLUMNS, m = tile % s.down;
+  for (int at = s.begin; at < s.end; at++) {
+    const u32 to = ring + slot * STAGE_BYTES, bar = full + 8 * slot;
+    wait_at(empty + 8 * slot, round);
+    if (copier == 0) {
+      expect_bytes(bar, W_BYTES);
+      copy_box(to + W_AT, map, n0, stage * PARTS, bar);
+    } else if (copier == 1) {
+      expect_bytes(bar, X_BYTES);
+      copy_bytes(to, p.x + (long long)(m * s.stages + stage) * X_BYTES, X_BYTES, bar);
+    } else {
+      const int columns = p.columns - n0 < COLUMNS ? p.columns - n0 : COLUMNS;
+      expect_bytes(bar, columns * ((SHARED_SCALES ? SCALE_BYTES : 0) + (ZEROS ? ZERO_BYTES : 0)) * GROUPS_A_STAGE);
 UNROLL
-  for (int i = 0; i < VECTORS; i++) {
-    if (ROWS % TOGETHER && mover.row + i * TOGETHER >= ROWS) break;
-UNROLL
-    for (int four = 0; four < 2; four++) {
-      // Stages begin at multiples of 1024, and TOGETHER divides 8 or is a multiple: these bits are the exchange's alone.
-      const u32 to = stage + (mover.to[four] ^ (i * TOGETHER % 8 * 16));
-      put_word(to + i * TOGETHER * 128, x[i].v[2 * four]);
-      put_word((to ^ 16) + i * TOGETHER * 128, x[i].v[2 * four + 1]);
+      for (int i = 0; i < GROUPS_A_STAGE; i++) {
+        const long long group = (long long)group_at(p, stage, i) * p.columns + n0;
+        if (SHARED_SCALES) copy_bytes(to + SCALES_AT + i * (COLUMNS * SCALE_BYTES), p.scales + group * SCALE_BYTES, columns * SCALE_BYTES, bar);
+        if (ZEROS) copy_bytes(to + ZEROS_AT + i * (COLUMNS * ZERO_BYTES), p.zeros + group * ZERO_BYTES, columns * ZERO_BYTES, bar);
+      }
+    }
+    if (++slot == STAGES) slot = 0, round ^= 1;
+    if (++stage == s.stages) {
+      stage = 0;
+      if (++m == s.down) m = 0, n0 += COLUMNS;
     }
   }
 }
 
-// A chunk of 16 rows of W as operands.
+// A stage of 16 rows of W as operands.
 struct Ready {
-  u32 a[STEPS][4];
+  u32 a[OPERANDS][4];
 #if GROUPED
-  float scale[2][SCALES_A_CHUNK];
+  float scale[2][GROUPS_A_STAGE];
+#endif
+#if INTEGERS && ZEROS
+  float less[2][GROUPS_A_STAGE];  // what an input's sum counts for
 #endif
 };
 
-INLINE void prepare(Ready& ready, Held (&held)[2], const Row (&row)[2], u32 mask, u32 codes) {
-  read_codes(held[0], codes);
-  read_codes(held[1], codes + 8 * WIDTH);
+INLINE void prepare(Ready& ready, const Args& p, const Row (&row)[2], u32 mask, u32 stage_at, int stage, int warp, int lane) {
+  const int n = warp * 16 + (lane >> 2);
 UNROLL
-  for (int step = 0; step < STEPS; step++) {
-    decode(ready.a[step][0], ready.a[step][2], held[0], row[0], mask, step);
-    decode(ready.a[step][1], ready.a[step][3], held[1], row[1], mask, step);
-  }
+  for (int h = 0; h < 2; h++)
+UNROLL
+    for (int i = 0; i < GROUPS_A_STAGE; i++) {
+#if SHARED_SCALES
+      ready.scale[h][i] = shared_scale(stage_at + SCALES_AT + (i * COLUMNS + n + 8 * h) * SCALE_BYTES);
+#elif GROUPED
+      ready.scale[h][i] = load_scale(row[h].scales, (u32)(group_at(p, stage, i) * p.scale_group_stride));
+#endif
+#if INTEGERS && ZEROS
+      ready.less[h][i] = -(float)(int)shared_zero<true>(stage_at + ZEROS_AT + (i * COLUMNS + n + 8 * h) * ZERO_BYTES);
 #if GROUPED
+      ready.less[h][i] *= ready.scale[h][i];
+#endif
+#endif
+    }
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++) ready.scale[0][i] = held[0].scale[i], ready.scale[1][i] = held[1].scale[i];
+  for (int part = 0; part < PARTS; part++) {
+    Held held[2];
+UNROLL
+    for (int h = 0; h < 2; h++) {
+      read_codes(held[h], stage_at + W_AT + (part * COLUMNS + n + 8 * h) * WIDTH + (lane & 3) * LOAD);
+#if ZEROS && !INTEGERS
+UNROLL
+      for (int i = 0; i < SCALES_A_CHUNK; i++) {
+        const int group = part * GROUPS_A_STAGE / PARTS + i;
+        held[h].zero[i] = shared_zero<false>(stage_at + ZEROS_AT + (group * COLUMNS + n + 8 * h) * ZERO_BYTES);
+      }
+#endif
+    }
+#if INTEGERS
+UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+      u32(&a)[4] = ready.a[part * VECTORS + v];
+      bytes_of(a[0], a[2], held[0], mask, v);
+      bytes_of(a[1], a[3], held[1], mask, v);
+    }
+#else
+UNROLL
+    for (int step = 0; step < STEPS; step++) {
+      u32(&a)[4] = ready.a[part * STEPS + step];
+      decode(a[0], a[2], held[0], row[0], mask, step);
+      decode(a[1], a[3], held[1], row[1], mask, step);
+    }
+#endif
+  }
+}
+
+// The group, within a stage, of an operand.
+INLINE int group_of_operand(int i) {
+#if HALVES && !INTEGERS
+  return i / STEPS * 2 + i % 2;
+#else
+  return i * GROUPS_A_STAGE / OPERANDS;
 #endif
 }
 
-KERNEL_TOGETHER(low_bit_tiles, THREADS, BLOCKS)(Args p, CONSTANT_MAP map) {
+// Blocks that have parts of a tile. This one has parts of two tiles at most: of its first one, and of another that it does not finish.
+struct Parts {
+  int first, last;
+  bool whole, second;  // the first of them has another part, of an earlier tile
+};
+
+INLINE Parts parts_of(const Share& s, int tile) {
+  const u32 begin = tile * s.stages, end = begin + s.stages, blocks = blocks_x(), all = s.all;
+  Parts parts;
+  parts.first = ((begin + 1) * blocks - 1) / all, parts.last = (end * blocks - 1) / all;
+  parts.whole = s.begin <= (int)begin && (int)end <= s.end;
+  parts.second = parts.first * all / blocks < begin;
+  return parts;
+}
+
+// What of a sum is still to be done for row m of x and a row of W whose scale is `factor`.
+INLINE float scaled(const Args& p, int m, float sum, float factor) {
+#if INTEGERS
+  sum *= p.x_scales[m];
+#endif
+  return SCALES && !GROUPED ? sum * factor : sum;
+}
+INLINE float factor_of(const Args& p, int n) {
+#if SCALES && !GROUPED
+  return load_scale(p.scales, (long long)(n / ROW_BLOCK) * p.scale_row_stride);
+#else
+  return 1.0f;
+#endif
+}
+
+// What a warp has of a tile: stored, or put beside what other blocks have of it, of which the last one adds all up. This code runs once
+// or twice a block: it is slow unless it is short.
+INLINE void finish(const float (&acc)[ROWS / 2], const Args& p, const Share& s, const Parts& parts, int tile, int warp, int lane) {
+  const int n0 = tile / s.down * COLUMNS + warp * 16, m0 = tile % s.down * ROWS;
+  const int row = (lane & 3) * 2, column = lane >> 2;
+  if (parts.whole) {
+    if (n0 >= p.columns) return;
+    const float factor[2] = {factor_of(p, n0 + column), factor_of(p, n0 + column + 8)};
+UNROLL
+    for (int i = 0; i < ROWS / 2; i++) {
+      const int m = m0 + (i >> 2) * 8 + row + (i & 1), h = i >> 1 & 1;
+      if (m < p.rows) store_out(p, m, n0 + column + 8 * h, scaled(p, m, acc[i], factor[h]));
+    }
+    return;
+  }
+  float* all = p.parts + warp * (ROWS * 16);
+  float* part = all + (long long)(block_x() * 2 + (block_x() == parts.first && parts.second)) * (ROWS * COLUMNS) + row * 16 + column;
+UNROLL
+  for (int i = 0; i < ROWS / 2; i++) part[((i >> 2) * 8 + (i & 1)) * 16 + (i >> 1 & 1) * 8] = acc[i];
+  warp_barrier();
+  bool complete = false;
+  if (lane == 0) complete = counted_last(p.counters + tile * (CONSUMERS / 32) + warp, parts.last - parts.first + 1);
+  if (!any_lane(complete) || n0 >= p.columns) return;
+  // Four columns of every eighth row.
+  const int n = n0 + lane % 4 * 4;
+  float sums[ROWS / 8][4];
+UNROLL
+  for (int i = 0; i < ROWS / 8; i++)
+UNROLL
+    for (int e = 0; e < 4; e++) sums[i][e] = 0.0f;
+NO_UNROLL
+  for (int b0 = parts.first; b0 <= parts.last; b0 += BATCH) {
+    U4 four[BATCH][ROWS / 8];
+UNROLL
+    for (int b = 0; b < BATCH; b++) {
+      const float* other = all + (long long)((b0 + b) * 2 + (b0 + b == parts.first && parts.second)) * (ROWS * COLUMNS) + lane * 4;
+UNROLL
+      for (int i = 0; i < ROWS / 8; i++) {
+        four[b][i] = U4{{0, 0, 0, 0}};
+        if (b0 + b <= parts.last) four[b][i] = load_fresh16(other + i * 128);
+      }
+    }
+UNROLL
+    for (int b = 0; b < BATCH; b++)
+UNROLL
+      for (int i = 0; i < ROWS / 8; i++)
+UNROLL
+        for (int e = 0; e < 4; e++) sums[i][e] += as_float(four[b][i].v[e]);
+  }
+UNROLL
+  for (int i = 0; i < ROWS / 8; i++) {
+    const int m = m0 + i * 8 + lane / 4;
+    if (m >= p.rows) break;
+UNROLL
+    for (int e = 0; e < 4; e++) store_out(p, m, n + e, scaled(p, m, sums[i][e], factor_of(p, n + e)));
+  }
+}
+
+KERNEL_TOGETHER(low_bit_tiles, CONSUMERS + 128, BLOCKS)(Args p, CONSTANT_MAP map) {
   SHARED_BYTES(shared);
   const int lane = thread_id() & 31, warp = thread_id() >> 5;
-  const int n0 = block_x() * 64 * WARPGROUPS, m0 = block_z() * ROWS;
-  const int chunks = p.inner / CHUNK, share = (chunks + SPLIT - 1) / SPLIT;
-  const int begin = block_y() * share, end = begin + share < chunks ? begin + share : chunks;
-  const u32 x_at = shared_address(shared), w_at = x_at + 2 * X_BYTES, full = w_at + STAGES * W_BYTES;
-  const u32 codes = w_at + (warp * 16 + (lane >> 2)) * WIDTH + (lane & 3) * LOAD;
-
+  const u32 ring = shared_address(shared), full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+  const Share s = share_of(p);
   if (thread_id() == 0) {
-    for (int s = 0; s < STAGES; s++) set_barrier(full + 8 * s, 1);
+    for (int i = 0; i < STAGES; i++) {
+      set_barrier(full + 8 * i, COPIERS);
+      set_barrier(empty + 8 * i, CONSUMERS / 32);
+    }
     publish_barriers();
   }
   block_barrier();
-  if (thread_id() == 0) {
-    for (int s = 0; s < STAGES && begin + s < end; s++) {
-      expect_bytes(full + 8 * s, W_BYTES);
-      copy_box(w_at + s * W_BYTES, map, n0, begin + s, full + 8 * s);
-    }
+  if (warp >= CONSUMERS / 32) {
+    leave_registers<24>();
+    if (lane > 0) return;
+    if (warp == CONSUMERS / 32) copy_stages<0>(p, map, s, ring, full, empty);
+    if (warp == CONSUMERS / 32 + 1) copy_stages<1>(p, map, s, ring, full, empty);
+    if (COPIERS == 3 && warp == CONSUMERS / 32 + 2) copy_stages<2>(p, map, s, ring, full, empty);
+    return;
   }
-  Row row[2];
-  Held held[2];
-UNROLL
-  for (int h = 0; h < 2; h++) {
-    row[h] = row_of(p, n0 + 16 * warp + 8 * h + (lane >> 2));
-    fetch_scales(held[h], p, row[h], begin);
-  }
-  const Mover mover = mover_of(p, m0);
-  const u32 mask = opaque(code_bits());
-  wait_for_inputs();
-  release_dependents();
-
-  float acc[ROWS / 2];
-UNROLL
-  for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
-  U4 x[VECTORS];
-  fetch_x(x, p, mover, m0, begin);
-  put_x(x_at, x, mover);
-  if (begin + 1 < end) fetch_x(x, p, mover, m0, begin + 1);
-  Ready ready;
+  take_registers<REGISTERS>();
+  const u32 mask = p.rows > 0 ? code_bits() : 0;  // unknown to the compiler, so that it stays in a register
   int slot = 0, round = 0;
-  for (int c0 = begin; c0 < end; c0 += 2) {
-UNROLL
-    for (int d = 0; d < 2; d++) {
-      const int c = c0 + d;
-      if (c >= end) break;
-      wait_at(full + 8 * slot, round);
-      prepare(ready, held, row, mask, codes + slot * W_BYTES);
-      if (c + 1 < end) {
-        fetch_scales(held[0], p, row[0], c + 1);
-        fetch_scales(held[1], p, row[1], c + 1);
-      }
-      publish_to_tensor_cores();
-      block_barrier();  // x of chunk c is there for all, and all are done with chunk c - 1 and the codes of chunk c
-      if (thread_id() == 0 && c + STAGES < end) {
-        expect_bytes(full + 8 * slot, W_BYTES);
-        copy_box(w_at + slot * W_BYTES, map, n0, c + STAGES, full + 8 * slot);
-      }
-      if (++slot == STAGES) slot = 0, round ^= 1;
-#if GROUPED
-      float sums[SCALES_A_CHUNK][ROWS / 2];
-UNROLL
-      for (int k = 0; k < SCALES_A_CHUNK; k++)
-UNROLL
-        for (int i = 0; i < ROWS / 2; i++) sums[k][i] = 0.0f;
-#endif
-      begin_products();
-UNROLL
-      for (int step = 0; step < STEPS; step++) {
-        const u32 tile = x_at + d * X_BYTES + step / 4 * TILE_BYTES;
-#if GROUPED
-        warpgroup_mma(sums[HALVES ? step & 1 : 0], ready.a[step], tile, step % 4 * 32);
-#else
-        warpgroup_mma(acc, ready.a[step], tile, step % 4 * 32);
-#endif
-      }
-      close_products();
-      if (c + 1 < end) {
-        put_x(x_at + (1 - d) * X_BYTES, x, mover);
-        if (c + 2 < end) fetch_x(x, p, mover, m0, c + 2);
-      }
-      wait_for_products();
-#if GROUPED
-UNROLL
-      for (int k = 0; k < SCALES_A_CHUNK; k++)
-UNROLL
-        for (int i = 0; i < ROWS / 2; i++) acc[i] += sums[k][i] * ready.scale[i >> 1 & 1][k];
-#endif
+  for (int at = s.begin, count; at < s.end; at += count) {
+    const int tile = at / s.stages, stage = at % s.stages;
+    const Parts parts = parts_of(s, tile);
+    if (at == s.begin) {
+      wait_for_inputs();
+      release_dependents();
     }
-  }
-
-#if SCALES && !GROUPED
-  const float factor[2] = {load_scale(row[0].scales, 0), load_scale(row[1].scales, 0)};
+    count = s.stages - stage < s.end - at ? s.stages - stage : s.end - at;
+    Row row[2];
 UNROLL
-  for (int i = 0; i < ROWS / 2; i++) acc[i] *= factor[i >> 1 & 1];
+    for (int h = 0; h < 2; h++) row[h] = row_of(p, tile / s.down * COLUMNS + warp * 16 + 8 * h + (lane >> 2));
+    float acc[ROWS / 2];
+UNROLL
+    for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
+#if INTEGERS && !GROUPED
+    int sums[PASSES][SUMS];  // they hold whatever a tile has
+UNROLL
+    for (int pass = 0; pass < PASSES; pass++)
+UNROLL
+      for (int i = 0; i < SUMS; i++) sums[pass][i] = 0;
 #endif
-  const int tile = block_x() + block_z() * blocks_x();
-  float* part = p.parts + ((long long)tile * SPLIT + block_y()) * (ROWS * 64 * WARPGROUPS);
+    Ready ready[2];
+    wait_at(full + 8 * slot, round);
+    prepare(ready[0], p, row, mask, ring + slot * STAGE_BYTES, stage, warp, lane);
+    for (int i = 0; i < count; i += 2) {
 UNROLL
-  for (int i = 0; i < ROWS / 2; i++) {
-    const int n = 16 * warp + (i >> 1 & 1) * 8 + (lane >> 2), m = (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-    if (SPLIT > 1) part[m * 64 * WARPGROUPS + n] = acc[i];
-    else if (m0 + m < p.rows && n0 + n < p.columns) store_out(p, m0 + m, n0 + n, acc[i]);
-  }
-#if SPLIT > 1
-  // x is no longer needed: its first bytes tell all threads who was last.
-  block_barrier();
-  if (thread_id() == 0) *(int*)shared = counted_last(p.counters + tile, SPLIT);
-  block_barrier();
-  if (!*(int*)shared) return;
-  part = p.parts + (long long)tile * SPLIT * (ROWS * 64 * WARPGROUPS);
-  for (int i = thread_id(); i < ROWS * 64 * WARPGROUPS; i += THREADS) {
-    const int n = i % (64 * WARPGROUPS), m = i / (64 * WARPGROUPS);
-    if (m0 + m >= p.rows || n0 + n >= p.columns) continue;
-    float total = 0.0f;
+      for (int d = 0; d < 2; d++) {
+        if (i + d >= count) break;
+        const u32 stage_at = ring + slot * STAGE_BYTES;
+        const int next_slot = slot + 1 == STAGES ? 0 : slot + 1, next_round = slot + 1 == STAGES ? round ^ 1 : round;
 UNROLL
-    for (int s = 0; s < SPLIT; s++) total += load_fresh(part + s * (ROWS * 64 * WARPGROUPS) + i);
-    store_out(p, m0 + m, n0 + n, total);
-  }
+        for (int pass = 0; pass < PASSES; pass++)
+UNROLL
+          for (int group = 0; group < GROUPS_A_STAGE; group++) {
+            const u32 x_at = stage_at + pass * PASS_BYTES;
+#if GROUPED
+            Sum sums[SUMS];
 #endif
+            begin_products();
+            bool fresh = true;
+UNROLL
+            for (int k = 0; k < OPERANDS; k++) {
+              if (group_of_operand(k) != group) continue;
+#if INTEGERS && GROUPED
+              if (fresh) warpgroup_mma_fresh(sums, ready[d].a[k], x_at, k * 32);
+              else warpgroup_mma(sums, ready[d].a[k], x_at, k * 32);
+#elif INTEGERS
+              warpgroup_mma(sums[pass], ready[d].a[k], x_at, k * 32);
+#elif GROUPED
+              if (fresh) warpgroup_mma_fresh(sums, ready[d].a[k], x_at + k / 4 * (PASS * 128), k % 4 * 32);
+              else warpgroup_mma(sums, ready[d].a[k], x_at + k / 4 * (PASS * 128), k % 4 * 32);
+#else
+              warpgroup_mma((float(&)[PASS / 2])acc[pass * (PASS / 2)], ready[d].a[k], x_at + k / 4 * (PASS * 128), k % 4 * 32);
+#endif
+              fresh = false;
+            }
+            close_products();
+            if (pass == 0 && group == 0 && i + d + 1 < count) {
+              // The next stage is made ready meanwhile.
+              wait_at(full + 8 * next_slot, next_round);
+              prepare(ready[1 - d], p, row, mask, ring + next_slot * STAGE_BYTES, stage + i + d + 1, warp, lane);
+            }
+            wait_for_products();
+#if GROUPED || (INTEGERS && ZEROS)
+UNROLL
+            for (int j = 0; j < PASS / 8; j++) {
+#if INTEGERS && ZEROS
+              const U4 x_sums = shared8(stage_at + 256 * ROWS + (group * ROWS + pass * PASS + 8 * j + (lane & 3) * 2) * 4);
+              if (j == PASS / 8 - 1) wait_for_loads(x_sums.v[0], x_sums.v[1]);
+#endif
+UNROLL
+              for (int e = 0; e < 4; e++) {
+                float& sum = acc[pass * (PASS / 2) + 4 * j + e];
+#if GROUPED && INTEGERS
+                sum += (float)(sums[4 * j + e] * 256 + sums[PASS / 2 + 4 * j + e]) * ready[d].scale[e >> 1][group];
+#elif GROUPED
+                sum += sums[4 * j + e] * ready[d].scale[e >> 1][group];
+#endif
+#if INTEGERS && ZEROS
+                sum += as_float(x_sums.v[e & 1]) * ready[d].less[e >> 1][group];
+#endif
+              }
+            }
+#endif
+          }
+        if (lane == 0) arrive_at(empty + 8 * slot);
+        slot = next_slot, round = next_round;
+      }
+    }
+#if INTEGERS && !GROUPED
+    // Exact, unless a row has more than 2^17 elements.
+UNROLL
+    for (int pass = 0; pass < PASSES; pass++)
+UNROLL
+      for (int i = 0; i < PASS / 2; i++) acc[pass * (PASS / 2) + i] += (float)sums[pass][i] * 256.0f + (float)sums[pass][PASS / 2 + i];
+#endif
+    finish(acc, p, s, parts, tile, warp, lane);
+  }
 }
