@@ -240,7 +240,9 @@ def test_tokens_that_a_grammar_decides_change_nothing(tmp_path: Path, temperatur
                 SamplingParams(max_tokens=60, temperature=temperature, seed=i, repetition_penalty=1.1, structured_outputs=wish)
                 for i, wish in enumerate(wishes)
             ]
-            return [output.outputs[0].token_ids for output in llm.generate(["x"] * 4, [*params, SamplingParams(temperature=0, max_tokens=20)])]
+            return [
+                output.outputs[0].token_ids for output in llm.generate(["x"] * 4, [*params, SamplingParams(temperature=0, max_tokens=20)])
+            ]
 
         together = texts()
         monkeypatch.setattr("octavo.core.settle.MAX_FORCED", 0)
