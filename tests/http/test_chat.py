@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -280,9 +281,11 @@ def test_template_from_a_request_when_trusted(checkpoint: Any) -> None:
         assert server.post(PATH, {"messages": HI, "chat_template": "{% for a in range(10**9) %}x{% endfor %}"}).status_code == 400
 
 
-def test_a_template_from_a_request_cannot_hold_up_the_server(checkpoint: Any) -> None:
+def test_a_template_from_a_request_cannot_hold_up_the_server(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.frontend.http.settings import ServerSettings
+    from octavo.frontend.text import template_process
 
+    monkeypatch.setattr(template_process, "ROOM", dataclasses.replace(template_process.ROOM, seconds=2.0))
     bomb = "{% set x=namespace(v=[1]) %}{% for i in range(60) %}{% set x.v = [x.v,x.v] %}{% endfor %}{{ x.v|tojson|length }}"
     with running_server(checkpoint, ServerSettings(trust_request_chat_template=True)) as server:
         for path, wrapped in (

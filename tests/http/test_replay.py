@@ -94,4 +94,4 @@ def test_a_server_goes_on_after_every_bad_request(server: ServerProcess, tmp_pat
     dead_end = {"grammar": "start: W X\nW: /[a-z]{5}/\nX: /[^\\s\\S]/"}
     reply = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 20, "structured_outputs": dead_end})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs"), reply.text
-    assert server.children() == pids, "the engine was not restarted"
+    assert set(pids) <= set(server.children()), "the engine was restarted"

@@ -23,8 +23,8 @@ from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_CACHED = 256
-MAX_CACHED_COST = 30_000
-"""Milliseconds that compiling all cached grammars took: what takes long takes memory too."""
+MAX_CACHED_COST = 6000
+"""Milliseconds that checking all cached grammars took: what takes long takes memory too, up to 100 MB a second."""
 LEAST_COST = 2
 COSTLY = 50
 """Milliseconds of compiling, from which a grammar must wait for others of its kind."""

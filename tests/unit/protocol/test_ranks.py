@@ -8,7 +8,7 @@ import pytest
 
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.ranks import PrepareNow, RankFailed, RankReady, RunStep, StopRank, decode_down, decode_up, encode
-from octavo.protocol.step import SlotInit, StepPlan, TokenMasks
+from octavo.protocol.step import KnownTokens, SlotInit, StepPlan, TokenMasks
 
 
 def array(*values: int) -> np.ndarray:
@@ -31,6 +31,7 @@ PLAN = StepPlan(
     num_tokens=4,
     max_context=13,
     masks=TokenMasks(array(0), np.array([[1, -2, 3]], np.int32)),
+    forced=KnownTokens(array(0, 0), array(7, 8), array(40, 41)),
     told=array(11),
 )
 

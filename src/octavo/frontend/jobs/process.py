@@ -19,7 +19,7 @@ from octavo.protocol.boot import child_environment
 
 START_SECONDS = 60.0
 """A process that does not come up in this time never will."""
-BUSY_FACTOR = 6
+BUSY_FACTOR = 12
 """How many times its seconds a job may take by the clock, where the machine lets it work little."""
 
 _MODULE = "octavo.frontend.jobs.worker"

@@ -22,7 +22,7 @@ from octavo.protocol.boot import die_with_starter
 
 LENGTH_BYTES = 8
 READY = b"ready"
-NICE = 5
+NICE = 2
 """Streams that are being written go first."""
 
 Answer = Callable[[bytes], bytes]
