@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -99,38 +100,43 @@ def inverse_frequencies(spec: RopeSpec, max_length: int) -> tuple[Float32, float
     Returns:
         ([rotary_dim / 2], attention factor)
     """
-    dim, theta = spec.rotary_dim, np.float32(spec.theta)
-    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    plain: Float32 = (1.0 / theta**exponents).astype(np.float32)
+    frequencies, attention_factor = _frequencies(spec, max_length)
+    return frequencies.astype(np.float32), attention_factor
+
+
+def _frequencies(spec: RopeSpec, max_length: int) -> tuple[Float64, float]:
+    dim, theta = spec.rotary_dim, spec.theta
+    exponents: Float64 = np.arange(0, dim, 2, dtype=np.float64) / dim
+    plain: Float64 = 1.0 / theta**exponents
     match spec.scaling:
         case None:
             return plain, 1.0
         case LinearScaling(factor):
-            return (plain / factor).astype(np.float32), 1.0
+            return plain / factor, 1.0
         case DynamicNtkScaling(factor, original):
             length = max(max_length, original)
-            base: float = spec.theta * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
-            return (1.0 / np.float32(base) ** exponents).astype(np.float32), 1.0
+            base: float = theta * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))
+            return np.asarray(1.0 / base**exponents, np.float64), 1.0
         case Llama3Scaling():
             return _llama3(plain, spec.scaling), 1.0
         case YarnScaling():
-            return _yarn(plain, spec.theta, dim, spec.scaling), spec.scaling.attention_factor
+            return _yarn(plain, theta, dim, spec.scaling), spec.scaling.attention_factor
         case LongRopeScaling(short, long, original, attention_factor):
-            divisors = np.asarray(long if max_length > original else short, np.float32)
-            return (1.0 / (divisors * theta**exponents)).astype(np.float32), attention_factor
+            divisors = np.asarray(long if max_length > original else short, np.float64)
+            return plain / divisors, attention_factor
         case FrequencyDivisors(given):
-            return (plain / np.asarray(given, np.float32)).astype(np.float32), 1.0
+            return plain / np.asarray(given, np.float64), 1.0
 
 
-def _llama3(plain: Float32, scaling: Llama3Scaling) -> Float32:
+def _llama3(plain: Float64, scaling: Llama3Scaling) -> Float64:
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((scaling.original_length / wavelength - low) / (high - low)).clip(0.0, 1.0)
-    stretched: Float32 = ((1 - smooth) * plain / scaling.factor + smooth * plain).astype(np.float32)
+    stretched: Float64 = (1 - smooth) * plain / scaling.factor + smooth * plain
     return stretched
 
 
-def _yarn(plain: Float32, theta: float, dim: int, scaling: YarnScaling) -> Float32:
+def _yarn(plain: Float64, theta: float, dim: int, scaling: YarnScaling) -> Float64:
     def dimension_of(rotations: float) -> float:
         """The (fractional) dimension that turns `rotations` times over the original context."""
         return dim * math.log(scaling.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -139,9 +145,9 @@ def _yarn(plain: Float32, theta: float, dim: int, scaling: YarnScaling) -> Float
     if scaling.truncate:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, dim - 1)
-    ramp = (np.arange(dim // 2, dtype=np.float32) - start) / (end - start or 0.001)
+    ramp = (np.arange(dim // 2, dtype=np.float64) - start) / (end - start or 0.001)
     interpolated = ramp.clip(0.0, 1.0)
-    blended: Float32 = (plain / scaling.factor * interpolated + plain * (1 - interpolated)).astype(np.float32)
+    blended: Float64 = plain / scaling.factor * interpolated + plain * (1 - interpolated)
     return blended
 
 
@@ -158,7 +164,8 @@ def rotation_table(spec: RopeSpec, max_length: int) -> Float32:
     try:
         angles = np.arange(max_length, dtype=np.float32)[:, None] * frequencies
         table, half = np.empty((max_length, 2 * len(frequencies)), np.float32), len(frequencies)
-        # Rounded from float64, so that every machine has the same table: quick float32 cosines differ in their last bit.
+        # Rounded from float64, like the frequencies, so that every machine has the same table: quick float32 functions differ in
+        # their last bit.
         np.cos(angles, out=table[:, :half], dtype=np.float64, casting="same_kind")
         np.sin(angles, out=table[:, half:], dtype=np.float64, casting="same_kind")
         table *= np.float32(attention_factor)
