@@ -19,7 +19,8 @@
 #define OPERANDS (INTEGERS ? 4 : 8)     // of a stage
 // Registers of a thread: at the launch, and of one that multiplies once the copying warps have given theirs back.
 #define AT_LAUNCH (512 / BLOCKS / (WARPGROUPS + 1) / 8 * 8)
-#define REGISTERS ((AT_LAUNCH * (WARPGROUPS + 1) - 24) / WARPGROUPS / 8 * 8)
+#define SPARED ((AT_LAUNCH * (WARPGROUPS + 1) - 24) / WARPGROUPS / 8 * 8)
+#define REGISTERS (SPARED < 256 ? SPARED : 256)
 #define SUMS (INTEGERS ? PASS : PASS / 2)  // that a lane has of a pass
 #if INTEGERS
 typedef int Sum;
