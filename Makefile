@@ -29,12 +29,14 @@ help:
 	@echo "make gpu-bench-2  the same over two GPUs: sums between them, 8B and 70B"
 	@echo "make clean      remove the environment and caches"
 
-# The stamps hold when the environment matches pyproject.toml, so that a second run starts at once.
-$(VENV)/.serve: pyproject.toml scripts/bootstrap.py
+# The stamps hold when the environment matches pyproject.toml and the compiled kernels their sources, so that a second run starts at once.
+NATIVE := setup.py $(wildcard src/octavo/ops/cpu/native/*)
+
+$(VENV)/.serve: pyproject.toml scripts/bootstrap.py $(NATIVE)
 	@python3 scripts/bootstrap.py --venv $(VENV) --extra structured
 	@touch $@
 
-$(VENV)/.test: pyproject.toml scripts/bootstrap.py
+$(VENV)/.test: pyproject.toml scripts/bootstrap.py $(NATIVE)
 	@python3 scripts/bootstrap.py --venv $(VENV) --extra test
 	@touch $@ $(VENV)/.serve
 

@@ -76,9 +76,9 @@ def _parse(data: bytes, path: Path) -> Pieces:
     for number, value in _fields(data):
         if number == 1:
             piece = dict(_fields(_message(value)))
-            tokens.append(bytes(piece[1]).decode("utf-8") if 1 in piece else "")
-            scores.append(float(piece.get(2, 0.0)))
-            kinds.append(int(piece.get(3, NORMAL)))
+            tokens.append(_message(piece[1]).decode("utf-8") if 1 in piece else "")
+            scores.append(_score(piece.get(2, 0.0)))
+            kinds.append(_integer(piece.get(3, NORMAL)))
         elif number == 2:
             trainer = dict(_fields(_message(value)))
         elif number == 3:
@@ -91,17 +91,29 @@ def _parse(data: bytes, path: Path) -> Pieces:
         scores,
         kinds,
         unigram=algorithm == _UNIGRAM,
-        byte_fallback=bool(trainer.get(35, 0)),
-        space_prefix=bool(normalizer.get(3, 1)),
-        squeeze_spaces=bool(normalizer.get(4, 1)),
-        charsmap=bytes(normalizer.get(2, b"")),
+        byte_fallback=bool(_integer(trainer.get(35, 0))),
+        space_prefix=bool(_integer(normalizer.get(3, 1))),
+        squeeze_spaces=bool(_integer(normalizer.get(4, 1))),
+        charsmap=_message(normalizer.get(2, b"")),
         unknown=next((i for i, kind in enumerate(kinds) if kind == UNKNOWN), None),
     )
 
 
 def _message(value: Any) -> bytes:
     if not isinstance(value, bytes):
-        raise ValueError("a message is a number")
+        raise ValueError("a number where bytes belong")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ValueError("no integer where one belongs")
+    return value
+
+
+def _score(value: Any) -> float:
+    if not isinstance(value, float):
+        raise ValueError("a score is no number")
     return value
 
 
