@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo import LLM, RequestOutput, SamplingParams
+from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.attention.base import LayerSpec
 from octavo.attention.kinds import CacheKinds
 from octavo.ops.cpu import abi
@@ -21,6 +21,7 @@ from octavo.worker import compiled_worker
 from octavo.worker.compiled_worker import CompiledWorker
 from octavo.worker.worker import Worker
 from tests.models.test_gguf_packed import packed_and_plain
+from tests.support.bundled import bundled_model_path
 
 pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
 
@@ -135,3 +136,31 @@ def test_copies_of_blocks_are_of_all_layers() -> None:
     for number, array in enumerate((*memory.keys, *memory.values)):
         assert array[:, 0, 0, 0].tolist() == [10 * number + block for block in (0, 2, 2, 3, 1, 5)]
     assert NativeCacheMemory.bytes_per_block(layers, 4, 2) * 6 == memory.blocks[0].nbytes
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "full_name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer"},
+        "colour": {"type": "string", "maxLength": 8},
+    },
+    "required": ["full_name", "age", "colour"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: "The capital of France is the city of" /[ A-Za-z]{1,12}/ "."'
+
+
+def test_tokens_that_a_grammar_decides_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed several at a time, and nobody samples them: the model has to see them all the same."""
+    wishes = [StructuredOutputsParams(grammar=GRAMMAR), StructuredOutputsParams(json=SCHEMA), StructuredOutputsParams(json=SCHEMA)]
+    params = [SamplingParams(temperature=0.0 if i < 2 else 0.8, seed=4, max_tokens=50, structured_outputs=w) for i, w in enumerate(wishes)]
+    prompts = ["Which city is it?", "Alice Miller is 42 and likes green.", "Bob is 7 and likes blue."]
+    found = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(compiled_worker, "compiled_worker", lambda config, progress: None)
+        with LLM(bundled_model_path(), device="cpu", num_gpu_blocks_override=60, max_model_len=256, threads=2) as llm:
+            assert isinstance(worker_of(llm), CompiledWorker) == compiled
+            found += [tokens_of(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)]  # the second time from the cache
+    assert found[0] == found[1] == found[2] == found[3]

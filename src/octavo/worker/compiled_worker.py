@@ -146,6 +146,8 @@ class CompiledWorker:
         self._state.leave(plan.free_slots)
         self._state.enter(plan.init)
         self._tables.leading.update(plan)
+        if plan.forced is not None:
+            self._tables.write_known(plan.forced)
         if len(plan.copy_src):
             self._memory.copy_blocks(0, plan.copy_src, plan.copy_dst)
         if plan.num_tokens:

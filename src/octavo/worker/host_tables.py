@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.protocol.step import StepPlan
+from octavo.protocol.step import KnownTokens, StepPlan
 from octavo.worker.leading_blocks import LeadingBlocks
 from octavo.worker.table_shape import SLACK_TOKENS, table_width
 
@@ -32,3 +32,7 @@ class HostTables:
             self.blocks[init.slot, : len(init.block_ids)] = init.block_ids
         if len(plan.table_slots):
             self.blocks[plan.table_slots, plan.table_index] = plan.table_blocks
+
+    def write_known(self, known: KnownTokens) -> None:
+        """Tokens that nobody sampled, where the next step reads them."""
+        self.tokens[known.slots, known.positions] = known.tokens
