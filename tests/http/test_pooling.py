@@ -59,6 +59,15 @@ def test_every_form_of_input(embedder: ServerProcess) -> None:
     assert vectors(post(embedder, "/v1/embeddings", {"input": ids}))[2] == pytest.approx(many[2], abs=1e-5)
 
 
+def test_more_texts_than_may_wait(embedder: ServerProcess) -> None:
+    found = vectors(post(embedder, "/v1/embeddings", {"input": [TEXTS[i % 3] for i in range(100)]}))
+    assert len(found) == 100
+    assert found[99] == pytest.approx(found[0], abs=1e-5)
+    reply = post(embedder, "/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[:1] * 2049})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "documents"
+
+
 def test_base64_and_dimensions(embedder: ServerProcess) -> None:
     plain = vectors(post(embedder, "/v1/embeddings", {"input": "a cat", "dimensions": 7}))[0]
     coded = post(embedder, "/v1/embeddings", {"input": "a cat", "dimensions": 7, "encoding_format": "base64"}).json()["data"][0][
@@ -89,7 +98,7 @@ def test_the_openai_client(embedder: ServerProcess) -> None:
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "dimensions": 99}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ("/v1/embeddings", {"input": ["a"] * 9}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
         ("/pooling", {"input": "a", "task": "sing"}, "task"),
         ("/score", {"text_1": "a"}, "text_2"),
         ("/score", {"text_1": ["a", "man"], "text_2": ["a", "man", "is"]}, "text_1"),

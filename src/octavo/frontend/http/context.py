@@ -247,8 +247,10 @@ def fair_key(request: Request, user: str | None) -> str:
 
 
 def client_key(request: Request) -> str:
-    """Who takes turns with others for work at the door: the holder of an API key, where there are keys, else an address. (What a client may
-    call itself as it likes is no use here.)"""
+    """Who takes turns with others for work at the door: the holder of an API key, where there are keys, else an address; the lines of
+    batches are one client of their own. (What a client may call itself as it likes is no use here.)"""
+    if OWNER in request.scope:
+        return f"batch {request.scope[OWNER]}"
     return owner_of(request) or (request.client.host if request.client else "")
 
 

@@ -45,6 +45,9 @@ from octavo.protocol.params import PoolingParams, PoolingTask
 
 router = APIRouter()
 
+MOST_TEXTS = 2048
+"""Of a request, as at OpenAI; more where more may wait."""
+
 _WITH_MESSAGES = ("add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs")
 """Fields that say how a conversation is rendered: without one they are as good as unknown."""
 
@@ -109,7 +112,7 @@ async def score(request: Request) -> Response:
     texts = pairs(first, second)
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        scores = await _score(ctx, body, texts, tracker)
+        scores = await _score(ctx, body, texts, "text_2", tracker)
         return _listing(ctx, tracker, [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)])
 
     return await _answer(request, ctx, "score", body, work)
@@ -128,7 +131,7 @@ async def rerank(request: Request) -> Response:
         raise InvalidRequest("documents must not be empty.", param="documents")
 
     async def work(tracker: RequestTracker) -> dict[str, Any]:
-        scores = await _score(ctx, body, [(body.query, document) for document in documents], tracker)
+        scores = await _score(ctx, body, [(body.query, document) for document in documents], "documents", tracker)
         order = ordered_by_score(scores, body.top_n or None)
         texts = [{} if body.return_documents is False else {"document": {"text": text}} for text in documents]
         results = [{"index": i, **texts[i], "relevance_score": scores[i]} for i in order]
@@ -254,10 +257,11 @@ async def _prepare_texts(
     return await off_loop(large, prepared)
 
 
-async def _score(ctx: ServerContext, body: PooledRequest, texts: list[tuple[str, str]], tracker: RequestTracker) -> list[float]:
+async def _score(ctx: ServerContext, body: PooledRequest, texts: list[tuple[str, str]], param: str, tracker: RequestTracker) -> list[float]:
+    """param: the field that says how many there are."""
     processor = await ctx.llm.pooling_processor()
     processor.task("score")
-    _check_count(ctx, len(texts), "text_2")
+    _check_count(ctx, len(texts), param)
     if processor.labels:
         prepared = await off_loop(is_large([list(pair) for pair in texts]), _prepare_pairs, processor, body, texts, tracker)
         return [float(s.result()[0]) for s in await _run(ctx, prepared, tracker)]
@@ -285,14 +289,18 @@ def _prepare_pairs(
 
 
 def _check_count(ctx: ServerContext, count: int, param: str) -> None:
-    most = ctx.llm.config.scheduler.max_waiting
+    most = max(MOST_TEXTS, ctx.llm.config.scheduler.max_waiting)
     if count > most:
         raise InvalidRequest(f"{param} has {count} texts; this server takes at most {most} in one request.", param=param)
 
 
 async def _run(ctx: ServerContext, prepared: list[PreparedPooling], tracker: RequestTracker) -> list[PoolingState]:
     tracker.prompt_tokens = sum(len(one.request.prompt_token_ids) for one in prepared)
-    return await ctx.llm.pool(prepared)
+    # No more at a time than may wait.
+    most, states = max(1, ctx.llm.config.scheduler.max_waiting), list[PoolingState]()
+    for start in range(0, len(prepared), most):
+        states += await ctx.llm.pool(prepared[start : start + most])
+    return states
 
 
 def _listing(ctx: ServerContext, tracker: RequestTracker, data: list[dict[str, Any]]) -> dict[str, Any]:
