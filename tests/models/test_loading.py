@@ -77,9 +77,19 @@ def test_rotary_buffers_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
     expected = run(load(tmp_path), IDS)
     rewrite(
         tmp_path,
-        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(128, 32)}),
+        lambda t: t.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": t["model.embed_tokens.weight"].clone()}
+        ),
     )
     assert torch.equal(run(load(tmp_path), IDS), expected)
+
+
+def test_a_head_that_is_not_the_embedding_though_the_config_says_so(tmp_path: Path) -> None:
+    """Either may be meant: programs differ in what they take."""
+    save_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.randn(128, 32)}))
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load(tmp_path)
 
 
 def test_fused_tensors_equal_split_ones(tmp_path: Path) -> None:

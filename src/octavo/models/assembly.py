@@ -38,6 +38,7 @@ from octavo.weights.divide import WHOLE, divided
 from octavo.weights.dummy import dummy_generator, fill_dummy
 from octavo.weights.stored import StoredTensor
 
+_COMPARED_ROWS = 8
 _IGNORED = re.compile(
     r"rotary_emb\.(\w+_)?(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.(attn|attention)\.bias$|embeddings\.position_ids$"
 )
@@ -100,6 +101,8 @@ class Assembly:
         self._on_the_fly = on_the_fly
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
+        self._twins: dict[str, torch.Tensor] = {}
+        """First rows of the embedding and the head, where they have to be one."""
         self._kinds: dict[str, int] = {}
         """Bytes filled so far, by what they are stored as."""
 
@@ -116,6 +119,8 @@ class Assembly:
             return
         pattern, numbers = pattern_of(stored.name)
         target = self._target(pattern)
+        if target is not None and target.parameter in ("embed", "head") and self._spec.tied_embeddings:
+            self._compare_twins(target.parameter, stored)
         if target is not None and target.parameter == "head" and (self._spec.tied_embeddings or not self._spec.has_head):
             return  # some exporters write the shared matrix twice
         parameter = self._whole.get(target.parameter.format(**numbers)) if target is not None else None
@@ -153,6 +158,19 @@ class Assembly:
                 f"{self._kv_heads} KV heads (shape {list(stored.shape)})."
             )
         return scale.reshape(-1)
+
+    def _compare_twins(self, name: str, stored: StoredTensor) -> None:
+        """Where the embedding is the head too, a head of its own in the checkpoint has to be the same. The first rows tell."""
+        if stored.copy_region is None or len(stored.shape) != 2 or self.device.type != "cpu":
+            return  # to a GPU, several threads read at a time: nothing is there yet
+        rows = torch.empty(min(_COMPARED_ROWS, stored.shape[0]), stored.shape[1], dtype=torch.float32)
+        stored.copy_region((slice(0, len(rows)), slice(0, stored.shape[1])), rows)
+        self._twins[name] = rows
+        if len(self._twins) == 2 and not torch.equal(self._twins["embed"], self._twins["head"]):
+            raise CheckpointError(
+                f"{stored.file}: the output head and the embedding differ, but config.json says that they are one matrix "
+                "(tie_word_embeddings true). Set it to false to use the head, or remove the head from the checkpoint."
+            )
 
     def _fill(self, parameter: Parameter, part: str | None, stored: StoredTensor) -> None:
         start, stop = parameter.parts[part] if part else (0, parameter.shape[0])
