@@ -204,13 +204,13 @@ def check_cores() -> Check:
 
 
 def check_cpu_kernels() -> Check:
-    from octavo.config.device import native_kernels_level, native_kernels_problem
+    from octavo.config.device import native_kernels_level, native_kernels_problem, native_kernels_remedy
 
     level = native_kernels_level()
     if level is None:
         advice = (
-            "Models on a CPU run on torch's kernels, which are several times slower: install a C++ compiler (g++ or clang), then reinstall "
-            "Octavo (pip install --force-reinstall --no-deps --no-cache-dir, and what it was installed with)."
+            f"Models on a CPU run on torch's kernels, which are several times slower. {native_kernels_remedy()} "
+            "(pip install --force-reinstall --no-deps --no-cache-dir, and what it was installed with)."
         )
         return Check("CPU kernels", "warn", f"missing: {native_kernels_problem()}", advice)
     found = f"compiled, running at {level.name} ({level.why})"

@@ -174,8 +174,8 @@ class CompiledWorker:
     def shutdown(self) -> None:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._results.clear()
-        if getattr(self, "_tensors", None) is not None:
-            self._tensors.close()
+        if (tensors := getattr(self, "_tensors", None)) is not None:
+            tensors.close()
         for name in ("_tensors", "_steps", "_memory", "_compiled", "_tables", "_state", "_loaded"):
             if hasattr(self, name):
                 delattr(self, name)
