@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from octavo.attention.base import LayerSpec
 from octavo.attention.kinds import CacheKinds
 from octavo.ops.cpu import abi
 from octavo.protocol.boot import child_environment
-from octavo.worker import compiled_worker
+from octavo.worker import compiled_worker, torch_threads
 from octavo.worker.compiled_worker import CompiledWorker
 from octavo.worker.worker import Worker
 from tests.models.test_gguf_packed import packed_and_plain
@@ -159,7 +160,8 @@ def test_where_torch_cannot_be_imported_the_requests_that_want_it_are_told(tmp_p
     assert tries.read_text() == "x"
 
 
-def test_torch_has_its_threads_again_once_the_engine_is_gone(tmp_path: Path) -> None:
+def test_torch_has_its_threads_again_once_the_engine_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_threads, "_workers", weakref.WeakSet())  # without workers that other tests have left behind
     path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
     before = torch.get_num_threads()
     try:

@@ -38,7 +38,7 @@ class PoolingWorker:
     def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
         self._config = config
         device = ONE_RANK.device(config.device.kind, config.parallel)
-        torch_threads.take(config.device.threads)
+        torch_threads.take(self, config.device.threads)
         began = time.perf_counter()
         self._model: PoolingModel = load_pooling_model(config, load_ops(config.device.kind), device, progress)
         loaded = time.perf_counter()
@@ -89,7 +89,7 @@ class PoolingWorker:
         """Release the model's memory. The worker cannot be used any more."""
         if hasattr(self, "_model"):
             del self._model
-            torch_threads.give_back()
+        torch_threads.give_back(self)
         if self._config.device.kind == "cuda":
             torch.cuda.empty_cache()
 

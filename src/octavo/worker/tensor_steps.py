@@ -54,7 +54,7 @@ class TensorSteps:
         native = NativeSteps(steps_of(model, attention, slot_tables, state), slot_tables, state)
         self._runner = Runner(model, attention, slot_tables, state, sampler, native=native)
         self._diagnosis = Diagnosis(model, slot_tables, state, Circumstances.of(config))
-        torch_threads.take(1)  # the kernels bring threads of their own: torch's would be in their way
+        torch_threads.take(self, 1)  # the kernels bring threads of their own: torch's would be in their way
 
     def run(self, plan: StepPlan) -> StepResult:
         result = settle(self._runner.launch(plan))
@@ -64,7 +64,7 @@ class TensorSteps:
 
     def close(self) -> None:
         """No more steps will be run."""
-        torch_threads.give_back()
+        torch_threads.give_back(self)
 
     def explain(self, slots: Sequence[int]) -> dict[int, str]:
         """See `Diagnosis.explain`."""

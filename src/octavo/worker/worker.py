@@ -92,7 +92,7 @@ class Worker:
         self._next_capture = 0.0
         """When a busy worker may capture again."""
         # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
-        torch_threads.take(1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.per_node))
+        torch_threads.take(self, 1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.per_node))
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
@@ -207,8 +207,7 @@ class Worker:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._launched.clear()
         self._close_graphs()
-        if hasattr(self, "_model"):
-            torch_threads.give_back()
+        torch_threads.give_back(self)
         for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)
