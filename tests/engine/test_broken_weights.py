@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -42,6 +43,37 @@ def test_the_layer_is_named(name: str, kernels: str, tmp_path: Path) -> None:
             assert CASES[name] in error
             assert f"The weights in {tmp_path} may be damaged" in error
             assert "logit_bias" not in error and "float32" not in error, "what the request did not ask for, and what is the case already"
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize(("name", "number"), [("blk.1.ffn_norm.weight", "nan"), ("output_norm.weight", "-inf")])
+def test_vectors_of_a_gguf_file(name: str, number: str, kernels: str, tmp_path: Path) -> None:
+    """Norms and biases are looked at while the model loads."""
+    packed, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    (found,) = (t for t in gguf.GGUFReader(packed).tensors if t.name == name)
+    data, place = bytearray(packed.read_bytes()), int(found.data_offset) + 4 * 7
+    data[place : place + 4] = np.float32(number).tobytes()
+    packed.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"packed\.gguf: tensor {re.escape(name)} holds NaN or infinity: it is damaged"):
+        LLM(str(packed), device="cpu", cpu_kernels=kernels, num_gpu_blocks_override=32, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_vectors_of_a_safetensors_file(dtype: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"device": "cpu", "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.input_layernorm\.weight holds NaN or infinity"):
+        LLM(str(tmp_path), dtype=dtype, **settings)
+    tensors["model.layers.1.input_layernorm.weight"][3] = 1e6
+    save_file(tensors, tmp_path / "model.safetensors")
+    if dtype == "float16":
+        with pytest.raises(CheckpointError, match=r"infinite in float16: it is damaged, or needs another --dtype"):
+            LLM(str(tmp_path), dtype=dtype, **settings)
+    else:
+        LLM(str(tmp_path), dtype=dtype, **settings).close()
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])

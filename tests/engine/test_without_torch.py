@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.attention.base import LayerSpec
 from octavo.attention.kinds import CacheKinds
 from octavo.ops.cpu import abi
 from octavo.protocol.boot import child_environment
-from octavo.worker import compiled_worker
+from octavo.worker import compiled_worker, torch_threads
 from octavo.worker.compiled_worker import CompiledWorker
 from octavo.worker.worker import Worker
 from tests.models.test_gguf_packed import packed_and_plain
@@ -123,6 +126,55 @@ def test_a_process_without_torch_until_a_request_wants_it(tmp_path: Path) -> Non
     assert before == []
     assert after
     assert scored >= 1
+
+
+BROKEN = """
+import json, sys
+from octavo import LLM, SamplingParams
+path, settings = json.loads(sys.argv[1])
+found = []
+with LLM(path, **settings) as llm:
+    for _ in range(2):
+        [failed] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, min_tokens=2), use_tqdm=False)
+        found.append(failed.outputs[0].error or failed.error)
+        [fine] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        found.append(len(fine.outputs[0].token_ids))
+print(json.dumps(found))
+"""
+
+
+def test_where_torch_cannot_be_imported_the_requests_that_want_it_are_told(tmp_path: Path) -> None:
+    """It is tried once, beside the steps; the others are served."""
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    tries = tmp_path / "tries"
+    code = f"open({str(tries)!r}, 'a').write('x')\nraise ImportError('libnothing.so is missing')\n"
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text(code)
+    environment = child_environment()
+    environment["PYTHONPATH"] = f"{tmp_path / 'broken'}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    asked = json.dumps([str(path), SETTINGS])
+    run = subprocess.run([sys.executable, "-c", BROKEN, asked], capture_output=True, text=True, env=environment, timeout=120, check=True)
+    first, served, second, served_again = json.loads(run.stdout.splitlines()[-1])
+    assert (served, served_again) == (3, 3)
+    assert "cannot be imported (ImportError: libnothing.so is missing). Reinstall torch" in first
+    assert second == first
+    assert tries.read_text() == "x"
+
+
+def test_torch_has_its_threads_again_once_the_engine_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_threads, "_workers", weakref.WeakSet())  # without workers that other tests have left behind
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with LLM(str(path), **SETTINGS) as first:
+            first.generate(PROMPTS[:1], SPECIAL[:1], use_tqdm=False)
+            assert torch.get_num_threads() == 1
+            with LLM(str(path), **SETTINGS, cpu_kernels="torch"):
+                assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_copies_of_blocks_are_of_all_layers() -> None:

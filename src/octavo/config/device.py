@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -41,15 +42,15 @@ def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {kind!r} is not known. Choose auto, cpu or cuda.")
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
-        raise ConfigError(f"threads must be from 1 to {_MOST_THREADS}, got {threads}. This process may use {usable_cores()} cores.")
+        raise ConfigError(f"threads must be from 1 to {_MOST_THREADS}, got {threads}. This process may use {_cores(usable_cores())}.")
     usable = usable_cores()
     cores = threads or usable
     if cores > usable:
         logger.warning(
-            "--threads %d, but this process may use %d cores: threads that share a core wait for each other. Leave --threads out, or give "
+            "--threads %d, but this process may use %s: threads that share a core wait for each other. Leave --threads out, or give "
             "at most %d.",
             cores,
-            usable,
+            _cores(usable),
             usable,
         )
     if kind == "cpu":
@@ -62,6 +63,10 @@ def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
     if found.there:
         logger.warning("Running on the CPU, because %s.", found.why)
     return _cpu(cores)
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'s' * (count != 1)}"
 
 
 def usable_cores() -> int:
@@ -81,6 +86,11 @@ def native_kernels_problem() -> str:
     problems = {path: problem for path in _native_files() if (problem := _native_problem(path)) is not None}
     found = "; ".join(f"{path} {problem}" for path, problem in problems.items())
     return found or "they were not built (was there no C++ compiler when Octavo was installed?)"
+
+
+def native_kernels_remedy() -> str:
+    """What to do where there are no compiled CPU kernels: a library that is there but cannot be used was built once, and can be again."""
+    return "Reinstall Octavo" if _native_files() else "Install a C++ compiler (g++ or clang), then reinstall Octavo"
 
 
 _LEVELS = ("portable", "AVX2", "AVX-512 VNNI", "NEON dot product")
@@ -132,11 +142,43 @@ def _native_files() -> list[Path]:
 
 def _native_problem(path: Path) -> str | None:
     """Why a library of compiled CPU kernels cannot be used."""
+    if not _is_whole(path):
+        return "is damaged (it ends before what its header says it holds)"
     try:
         abi = ctypes.CDLL(str(path)).octavo_abi()
     except (OSError, AttributeError) as error:
         return f"cannot be loaded ({error})"
     return None if abi == NATIVE_ABI else f"was built for another version of Octavo (interface {abi}, wanted {NATIVE_ABI})"
+
+
+_ELF_64_LITTLE = b"\x7fELF\x02\x01"
+_ELF_HEADER = struct.Struct("<16s2HI3QI6H")
+_ELF_SEGMENT = struct.Struct("<2I6Q")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library has all that its header says. The system maps one that was cut off all the same, and touching what is missing
+    ends the process. What is no library at all is left to the system, which refuses it.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(_ELF_HEADER.size)
+            if len(header) < _ELF_HEADER.size or not header.startswith(_ELF_64_LITTLE):
+                return True
+            fields = _ELF_HEADER.unpack(header)
+            segments_at, sections_at, (segment_bytes, segments, section_bytes, sections) = fields[5], fields[6], fields[9:13]
+            ends: list[int] = [segments_at + segment_bytes * segments, sections_at + section_bytes * sections]
+            if max(ends) > size or segment_bytes < _ELF_SEGMENT.size:
+                return False
+            file.seek(segments_at)
+            table = file.read(segment_bytes * segments)
+    except OSError:
+        return True
+    for at in range(0, len(table), segment_bytes):
+        segment = _ELF_SEGMENT.unpack_from(table, at)
+        ends.append(segment[2] + segment[5])
+    return max(ends) <= size
 
 
 def host_memory() -> tuple[int, int]:

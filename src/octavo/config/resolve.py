@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from octavo.config.args import EngineArgs
+from octavo.config.device import native_kernels_problem, native_kernels_remedy
 from octavo.config.quantization import quantization_method
 from octavo.config.sizes import parse_size
 from octavo.config.types import (
@@ -344,13 +345,11 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel:
         usable = False
     if usable and not device.native_kernels:
         if args.cpu_kernels == "native":
-            raise ConfigError(
-                "--cpu-kernels native: they were not built. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch."
-            )
+            raise ConfigError(f"--cpu-kernels native: {native_kernels_problem()}. {native_kernels_remedy()}, or use --cpu-kernels torch.")
         if device.native_kernels is False:
             warnings.append(
-                "The compiled CPU kernels are missing (was there no C++ compiler when Octavo was installed?): "
-                "running on torch's, which are several times slower."
+                f"There are no compiled CPU kernels: {native_kernels_problem()}. Running on torch's, which are several times slower. "
+                f"{native_kernels_remedy()}."
             )
     native = usable and bool(device.native_kernels)
     return dataclasses.replace(

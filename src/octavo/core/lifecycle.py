@@ -106,9 +106,7 @@ class Lifecycle:
         except Exception as error:
             refusal = f"The request could not be read: {error}."
         if refusal is not None:
-            self.counters.rejected += 1
-            for i in range(min(new.sampling.n, MOST_SIBLINGS)):
-                self.outbox.append(TokenDelta(new.request_id, new.index + i, [], FinishReason.ERROR, error=refusal))
+            self.refuse(new, refusal)
             return
         self._arrivals += len(siblings)
         table = self.live.setdefault(new.request_id, {})
@@ -128,6 +126,12 @@ class Lifecycle:
             self._park(siblings)
         else:
             self.queue.push(siblings[0])
+
+    def refuse(self, new: NewRequest, problem: str) -> None:
+        """End a request that was never queued with an error for the user."""
+        self.counters.rejected += 1
+        for i in range(min(new.sampling.n, MOST_SIBLINGS)):
+            self.outbox.append(TokenDelta(new.request_id, new.index + i, [], FinishReason.ERROR, error=problem))
 
     def _park(self, siblings: list[Request]) -> None:
         """Requests that wait for their grammar; `unpark` queues them."""

@@ -108,8 +108,11 @@ class EngineCore:
         while self._flights and self._next_waits():
             deltas += self._settle()
         if self._anteroom:
-            for new in self._anteroom.leave(wait=not self._flights and not self.life.num_live):
-                self.life.add(new)
+            for new, problem in self._anteroom.leave(wait=not self._flights and not self.life.num_live):
+                if problem is None:
+                    self.life.add(new)
+                else:
+                    self.life.refuse(new, problem)
         self.life.unpark(wait=not self._flights and self.life.num_live == self.life.constraints.num_parked)
         now = time.monotonic()
         plan = self._plan(now)

@@ -202,6 +202,8 @@ class Assembly:
         rows = self._buffer(parameter)[start:stop]
         if piece.pad < stop - start:
             kept.copy_into(rows[: stop - start - piece.pad])
+            if rows.ndim == 1:
+                _check_vector(rows[: stop - start - piece.pad], stored)
         if piece.pad:
             rows[-piece.pad :].zero_()
 
@@ -411,6 +413,21 @@ class Assembly:
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
+
+
+def _check_vector(vector: torch.Tensor, stored: StoredTensor) -> None:
+    """A norm or a bias that is no number makes every request fail: it costs next to nothing to look, unlike at matrices.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity.
+    """
+    if vector.is_meta or bool(torch.isfinite(vector).all()):
+        return
+    if vector.dtype is torch.float16 and not bool(torch.isnan(vector).any()):
+        raise CheckpointError(
+            f"{stored.file}: tensor {stored.name} holds numbers that are infinite in float16: it is damaged, or needs another --dtype."
+        )
+    raise CheckpointError(f"{stored.file}: tensor {stored.name} holds NaN or infinity: it is damaged.")
 
 
 def _float_rows(tensor: torch.Tensor) -> EncodedRows:

@@ -169,6 +169,8 @@ class _Weights:
         elif len(tensor.shape) == 1:
             whole = self.arrays.setdefault(parameter.name, np.empty(parameter.shape, np.float32))
             vector = stored.view(_FLOATS[tensor.type]).astype(np.float32)
+            if not np.isfinite(vector).all():
+                raise _NotPlain
             whole[start:stop] = vector if order is None else vector[order]
         else:
             raise _NotPlain

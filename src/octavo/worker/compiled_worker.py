@@ -32,7 +32,7 @@ from octavo.worker.host_tables import HostTables
 from octavo.worker.memory import activation_bound, cannot_allocate, cpu_budget, size_cache
 from octavo.worker.native_steps import NativeSteps
 from octavo.worker.report import ready_report
-from octavo.worker.torch_import import import_beside
+from octavo.worker.torch_import import TorchMissing, import_beside
 from octavo.worker.warmup import first_steps
 
 if TYPE_CHECKING:
@@ -124,12 +124,16 @@ class CompiledWorker:
         return self._tensors is not None
 
     def getting_ready(self, sampling: SamplingParams) -> Future[Any] | None:
-        """What a request has to wait for, while the others go on; None: nothing. The first that wants more waits for torch's import."""
+        """What a request has to wait for, while the others go on; None: nothing. The first that wants more waits for torch's import.
+
+        An import that failed is not tried again: those that need torch are told why there is none, and hold up nobody.
+        """
         if self._tensors is not None or NativeSteps.serves(sampling):
             return None
         if self._importing is None:
             self._importing = import_beside("octavo.worker.tensor_steps")
-        return None if self._importing.done() else self._importing
+        there = self._importing.done() and self._importing.exception() is None
+        return None if there else self._importing
 
     def submit(self, plan: StepPlan) -> None:
         """Run a step: it has run when this returns.
@@ -158,7 +162,7 @@ class CompiledWorker:
         slots = plan.slots[plan.sample]
         result = StepResult(plan.step_id, slots, tokens, step_seconds=time.perf_counter() - began)
         if (tokens < 0).any():
-            result.errors = self._use_tensors().explain(slots[tokens < 0].tolist())
+            result.errors = self._explain(slots[tokens < 0].tolist())
         self._results.append(result)
 
     def collect(self) -> StepResult:
@@ -172,9 +176,21 @@ class CompiledWorker:
     def shutdown(self) -> None:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._results.clear()
+        if (tensors := getattr(self, "_tensors", None)) is not None:
+            tensors.close()
         for name in ("_tensors", "_steps", "_memory", "_compiled", "_tables", "_state", "_loaded"):
             if hasattr(self, name):
                 delattr(self, name)
+
+    def _explain(self, slots: list[int]) -> dict[int, str]:
+        """Why the logits of slots are not usable, as far as can be said without torch where it cannot be imported."""
+        if self._importing is None or (self._importing.done() and self._importing.exception() is None):
+            try:
+                return self._use_tensors().explain(slots)
+            except ImportError as error:
+                self._importing = Future()
+                self._importing.set_exception(TorchMissing(error))
+        return dict.fromkeys(slots, "The model computed NaN or infinite logits for this request.")
 
     def _use_tensors(self) -> TensorSteps:
         if self._tensors is None:

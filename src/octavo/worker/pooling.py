@@ -16,6 +16,7 @@ from octavo.parallel.group import ONE_RANK
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.params import PoolingParams
 from octavo.protocol.pooling import Pooled, PoolRow
+from octavo.worker import torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class PoolingWorker:
     def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
         self._config = config
         device = ONE_RANK.device(config.device.kind, config.parallel)
-        torch.set_num_threads(config.device.threads)
+        torch_threads.take(self, config.device.threads)
         began = time.perf_counter()
         self._model: PoolingModel = load_pooling_model(config, load_ops(config.device.kind), device, progress)
         loaded = time.perf_counter()
@@ -88,6 +89,7 @@ class PoolingWorker:
         """Release the model's memory. The worker cannot be used any more."""
         if hasattr(self, "_model"):
             del self._model
+        torch_threads.give_back(self)
         if self._config.device.kind == "cuda":
             torch.cuda.empty_cache()
 

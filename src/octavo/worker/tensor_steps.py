@@ -16,6 +16,7 @@ from octavo.ops.cpu.decoder import CpuDecoder
 from octavo.protocol.step import StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
+from octavo.worker import torch_threads
 from octavo.worker.diagnosis import Circumstances, Diagnosis
 from octavo.worker.host_tables import HostTables
 from octavo.worker.native_steps import NativeSteps, steps_of
@@ -36,7 +37,6 @@ class TensorSteps:
         state: SamplerState,
     ) -> None:
         device = torch.device("cpu")
-        torch.set_num_threads(1)  # the kernels bring threads of their own: torch's would be in their way
         model = CompiledDecoder(loaded.spec, CpuDecoder(compiled), loaded.kinds, {})
         attention = NativeCpuAttention(
             loaded.spec.layer_specs,
@@ -54,12 +54,17 @@ class TensorSteps:
         native = NativeSteps(steps_of(model, attention, slot_tables, state), slot_tables, state)
         self._runner = Runner(model, attention, slot_tables, state, sampler, native=native)
         self._diagnosis = Diagnosis(model, slot_tables, state, Circumstances.of(config))
+        torch_threads.take(self, 1)  # the kernels bring threads of their own: torch's would be in their way
 
     def run(self, plan: StepPlan) -> StepResult:
         result = settle(self._runner.launch(plan))
         if result.errors:
             result.errors = self.explain(list(result.errors))
         return result
+
+    def close(self) -> None:
+        """No more steps will be run."""
+        torch_threads.give_back(self)
 
     def explain(self, slots: Sequence[int]) -> dict[int, str]:
         """See `Diagnosis.explain`."""

@@ -27,6 +27,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheKind, CacheShape, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
+from octavo.worker import torch_threads
 from octavo.worker.diagnosis import Circumstances, Diagnosis
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
@@ -91,7 +92,7 @@ class Worker:
         self._next_capture = 0.0
         """When a busy worker may capture again."""
         # Compiled kernels bring threads of their own: torch's, which spin for a while after each operation, would be in their way.
-        torch.set_num_threads(1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.per_node))
+        torch_threads.take(self, 1 if config.device.native_kernels else max(1, config.device.threads // config.parallel.per_node))
 
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
@@ -206,6 +207,7 @@ class Worker:
         """Release the model, the cache and the tables. The worker cannot be used any more."""
         self._launched.clear()
         self._close_graphs()
+        torch_threads.give_back(self)
         for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from octavo.checkpoint import bundled
 from octavo.checkpoint.types import Progress
+from octavo.cli.doctor import check_model_cache
 from octavo.errors import CheckpointError, ModelNotFound
 
 MODEL = b"GGUF" + bytes(range(256)) * 4096
@@ -90,6 +92,22 @@ def test_a_damaged_file_is_fetched_again(home: Home, content: bytes) -> None:
     path.write_bytes(content)
     os.utime(path, ns=(1, 1))
     assert Path(bundled.ensure_bundled_model(download=download)).read_bytes() == MODEL
+
+
+@pytest.mark.parametrize(("content", "said"), [(MODEL[:-1], "it has 1048579 bytes"), (b"X" + MODEL[1:], "it has the wrong checksum")])
+def test_a_damaged_file_is_named_where_there_is_no_network(home: Home, content: bytes, said: str) -> None:
+    def offline(folder: Path, progress: Progress) -> None:
+        raise ModelNotFound("The bundled model could not be downloaded.")
+
+    path = Path(bundled.ensure_bundled_model(download=download))
+    assert bundled.damage() is None and check_model_cache().status == "ok"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(path))} is damaged: {said}.*could not be downloaded"):
+        bundled.ensure_bundled_model(download=offline)
+    assert path.read_bytes() == content, "what is there is not taken away"
+    check = check_model_cache()
+    assert check.status == "fail"
+    assert f"{path} is damaged: {said}" in check.found and f"delete {path}" in check.advice
 
 
 def test_a_wrong_checksum_leaves_nothing_behind(home: Home) -> None:

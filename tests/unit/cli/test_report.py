@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -157,6 +158,22 @@ def test_the_doctor_finds_a_model_cache_that_cannot_be_written(monkeypatch: pyte
     check = doctor.check_model_cache()
     assert check.status == "fail"
     assert "set OCTAVO_HOME" in check.advice
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_the_doctor_knows_a_file_system_that_keeps_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", "/proc")
+    monkeypatch.setattr("os.access", lambda path, mode: True)  # as root
+    check = doctor.check_model_cache()
+    assert check.status == "fail"
+    assert "/proc cannot be written to" in check.advice
+
+
+@pytest.mark.parametrize("port", ["99999", "abc", "0", "-1", "8k", "1" * 5000])
+def test_the_doctor_refuses_what_is_no_port(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["doctor", "--port", port]) != 0
+    assert "is no port: give a whole number from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

@@ -64,11 +64,30 @@ def test_the_doctor_says_what_to_do_where_they_are_missing(machine: Any, monkeyp
     check = check_cpu_kernels()
     assert check.status == "warn"
     assert "_native.so cannot be loaded (wrong ELF class)" in check.found
-    assert "C++ compiler" in check.advice and "reinstall" in check.advice
+    assert "Reinstall Octavo" in check.advice and "C++ compiler" not in check.advice
     machine(Library(device.NATIVE_ABI - 1, 2), ALL)
     assert "was built for another version of Octavo" in check_cpu_kernels().found
     monkeypatch.setattr(device, "_native_files", list)
-    assert "they were not built" in check_cpu_kernels().found
+    check = check_cpu_kernels()
+    assert "they were not built" in check.found
+    assert "Install a C++ compiler" in check.advice and "reinstall" in check.advice
+
+
+@pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+@pytest.mark.parametrize("kept", [0.0, 0.0005, 0.3, 0.9, 0.9999])
+def test_a_library_that_was_cut_off_is_not_opened(kept: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would map it, and end the process where it touches what is missing."""
+    whole = Path(device.native_kernels_path() or "").read_bytes()
+    path = tmp_path / "_native.so"
+    path.write_bytes(whole[: int(kept * len(whole))])
+    monkeypatch.setattr(device, "_native_files", lambda: [path])
+    assert device.native_kernels_path() is None
+    assert device.detect_device("cpu").native_kernels is False
+    check = check_cpu_kernels()
+    assert check.status == "warn" and str(path) in check.found and "Reinstall Octavo" in check.advice
+    assert ("is damaged" if kept else "cannot be loaded") in check.found
+    path.write_bytes(whole)
+    assert device.native_kernels_path() == str(path)
 
 
 def test_a_library_of_another_version_is_none(machine: Any) -> None:
@@ -95,3 +114,6 @@ def test_more_threads_than_cores_are_warned_of_with_both_numbers(caplog: pytest.
     assert device.detect_device("cpu", 64).threads == 64
     (line,) = [record.getMessage() for record in caplog.records]
     assert "--threads 64" in line and "may use 3 cores" in line and "at most 3" in line
+    monkeypatch.setattr(device, "usable_cores", lambda: 1)
+    device.detect_device("cpu", 2)
+    assert "may use 1 core:" in caplog.records[-1].getMessage()

@@ -43,11 +43,20 @@ def test_the_others_go_on(engine: Engine, future: Future[None]) -> None:
     engine.check_idle()
 
 
-def test_what_cannot_be_got_ready_goes_on_too(engine: Engine, future: Future[None]) -> None:
-    engine.add("waits", PROMPT, max_tokens=2, frequency_penalty=1.0, ignore_eos=True)
+def test_what_cannot_be_got_ready_is_refused_with_its_reason_and_the_others_go_on(engine: Engine, future: Future[None]) -> None:
+    engine.core._getting_ready = lambda sampling: future if sampling.frequency_penalty else None
+    engine.add("waits", PROMPT, max_tokens=2, frequency_penalty=1.0, ignore_eos=True, n=2)
+    engine.add("a", PROMPT, max_tokens=3, ignore_eos=True)
+    engine.step()
     future.set_exception(ImportError("no such module"))
+    engine.add("later", PROMPT, max_tokens=2, frequency_penalty=1.0, ignore_eos=True)  # it does not wait for what has failed
     engine.run()
-    assert len(engine.tokens("waits")) == 2
+    assert len(engine.tokens("a")) == 3
+    for name, index in (("waits", 0), ("waits", 1), ("later", 0)):
+        seen = engine.seen[name, index]
+        assert (seen.tokens, seen.reason, seen.error) == ([], FinishReason.ERROR, "no such module")
+    assert not engine.core.has_work() and engine.core.stats().rejected == 2
+    engine.check_idle()
 
 
 @pytest.mark.parametrize("index", [None, 1])

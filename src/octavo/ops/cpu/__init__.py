@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from octavo.config.device import native_kernels_problem, native_kernels_remedy
 from octavo.config.types import CpuActivations
 from octavo.errors import ConfigError
 from octavo.ops.program import CompiledDecoder, DecoderKernels, DecoderProgram
@@ -41,7 +42,9 @@ def decoder_kernels() -> DecoderKernels:
     from octavo.ops.cpu.panel_file import panel_file
 
     if abi.library() is None:
-        raise ConfigError("The compiled CPU kernels are not there. Reinstall Octavo with a C++ compiler, or use --cpu-kernels torch.")
+        raise ConfigError(
+            f"There are no compiled CPU kernels: {native_kernels_problem()}. {native_kernels_remedy()}, or use --cpu-kernels torch."
+        )
     shared = functools.partial(panel_file, pack=panels.pack_rows, packed_bytes=panels.packed_bytes)
     return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), _compile, shared)
 
