@@ -189,6 +189,7 @@ def _watch(watched: weakref.ref[Region], handle: int, size: int, sound: Sound | 
     except (OSError, AttributeError) as error:
         taken.set_exception(error)
         return
+    before = _state(handle)
     taken.set_result(None)
     held = True
     while True:
@@ -197,13 +198,32 @@ def _watch(watched: weakref.ref[Region], handle: int, size: int, sound: Sound | 
             break
         if held and fcntl.fcntl(handle, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             held = False
-            _let_go(region, handle, size, sound)
+            _let_go(region, handle, size, before, sound)
         del region
     os.close(handle)
 
 
-def _let_go(region: Region, handle: int, size: int, sound: Sound | None) -> None:
+def _state(handle: int) -> tuple[int, int]:
+    """Of an open file: changes when somebody writes into it."""
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns
+
+
+def _is_listed(handle: int) -> bool:
+    """Whether the kernel still has our lease, even if somebody waits for its end."""
+    with open(f"/proc/self/fdinfo/{handle}") as file:
+        return "LEASE" in file.read()
+
+
+def _end(path: str) -> None:
+    logger.critical("%s was changed while this process did not run: its weights are damaged, and the process ends.", path)
+    os._exit(1)
+
+
+def _let_go(region: Region, handle: int, size: int, before: tuple[int, int], sound: Sound | None) -> None:
     path = os.readlink(f"/proc/self/fd/{handle}")
+    if not _is_listed(handle) and _state(handle) != before:  # at once: other threads compute with it
+        _end(path)
     problem: Exception | None = None
     try:
         region.replace(handle, size)
@@ -215,8 +235,7 @@ def _let_go(region: Region, handle: int, size: int, sound: Sound | None) -> None
     except OSError:
         in_time = False  # the kernel has taken the lease away
     if not in_time and (problem is not None or sound is None or not sound(region.array()[:size])):
-        logger.critical("%s was changed while this process did not run: its weights are damaged, and the process ends.", path)
-        os._exit(1)
+        _end(path)
     if problem is not None:
         logger.error(
             "%s is about to be changed, and there is no memory for a copy of its weights (%s): restart this process.", path, problem
