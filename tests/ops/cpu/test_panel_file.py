@@ -14,7 +14,7 @@ import pytest
 
 from octavo.ops.cpu import abi, held_file, panel_file, panels
 from octavo.ops.cpu.held_file import Region, Sound
-from octavo.ops.packed import EncodedRows, Panels
+from octavo.ops.packed import EncodedRows, Panels, Unread
 from tests.support.encoded_rows import random_rows
 from tests.support.leases import leases_work
 
@@ -196,6 +196,32 @@ def test_panels_know_whether_they_are_still_what_they_were(checkpoint: Path, mon
     assert [sound(data) for sound in asked] == [True, True]
     data[panel_file.HEADER_BYTES + 300] ^= 4
     assert [sound(data) for sound in asked] == [False, False]
+
+
+def test_panels_of_a_checkpoint_that_changed_meanwhile_are_not_kept(checkpoint: Path) -> None:
+    """It may be put back later, with its old time."""
+
+    def pack(rows: EncodedRows, place: object) -> Panels:
+        os.utime(checkpoint, ns=(0, 0))
+        return panels.pack_rows(rows, place)  # type: ignore[arg-type]
+
+    folder = checkpoint.with_name("packed")
+    with panel_file.panel_file(folder, str(checkpoint), HEADER, pack, panels.packed_bytes) as pack_rows:
+        assert_right([pack_rows(r) for r in ROWS])
+    assert files(checkpoint) == []
+
+
+def test_rows_that_are_packed_already_are_not_read(checkpoint: Path) -> None:
+    read: list[int] = []
+
+    def unread(i: int) -> EncodedRows:
+        return replace(ROWS[i], data=Unread(ROWS[i].data.shape, lambda: read.append(i) or ROWS[i].bytes()))  # type: ignore[func-returns-value, arg-type]
+
+    for packed in (len(ROWS), 0):
+        found, count = load(checkpoint, [unread(i) for i in range(len(ROWS))])
+        assert count == packed
+        assert_right(found)
+        assert read == list(range(len(ROWS)))
 
 
 def test_flipped_bytes_are_noticed_or_harmless(checkpoint: Path) -> None:

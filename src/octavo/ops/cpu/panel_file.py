@@ -168,7 +168,8 @@ def panel_file(
             file = PanelFile(pack, packed_bytes, region.array(), [], found=False)
             yield file.pack_rows
             region.freeze()
-            size = _complete(file, written.fileno(), source) if file.entries and file._sound else 0
+            sound = file.entries and file._sound and source.is_current()
+            size = _complete(file, written.fileno(), source) if sound else 0
         if size:
             _publish(path, folder / source.name, size, region, file.entries)
     finally:
