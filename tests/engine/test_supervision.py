@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -109,6 +112,52 @@ async def test_siblings_are_replayed_one_by_one() -> None:
         assert len(sink.tokens[1]) == before
         assert sink.prompt_logprobs == 1
         assert client.num_requests == 0
+
+
+def write_over(path: Path) -> None:
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(500)
+        file.write(bytes(500))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def put_another(path: Path) -> None:
+    status = path.stat()
+    other = path.with_name("other")
+    shutil.copy(path, other)
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [write_over, put_another, Path.unlink])
+@pytest.mark.parametrize("stored", ["model.gguf", "folder/model.safetensors"])
+async def test_other_weights_are_not_loaded_behind_the_old_tokenizer(
+    tmp_path: Path, stored: str, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / stored
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(os.urandom(1000))
+    config = tiny_config()
+    model = path if path.suffix == ".gguf" else path.parent
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(model)))
+    async with scripted_client(config) as client:
+        first, second = RecordingSink("first"), RecordingSink("second")
+        client.add(request("first", [SLOW, 1]), first)
+        await first.until(lambda s: bool(s.tokens))
+        kill_engine(client)
+        await first.done()
+        assert first.tokens == {0: expected([SLOW, 1])}, "files as they were: it goes on"
+        client.add(request("second", [SLOW, 1]), second)
+        await second.until(lambda s: bool(s.tokens))
+        change(path)
+        kill_engine(client)
+        await second.done()
+        assert isinstance(second.error, EngineDead)
+        done = "removed" if change is Path.unlink else "changed"
+        assert f"{path} was {done} while the server ran" in str(second.error) and "Restart the server" in str(second.error)
+        assert client.state == "dead" and client.engine_pid is None and client.restarts == 1
+        assert len([r for r in caplog.records if str(path) in r.getMessage()]) == 1
 
 
 async def test_requests_that_arrive_during_a_restart_wait_for_it() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +15,16 @@ import torch
 from gguf import GGMLQuantizationType
 
 from octavo.attention.native_cpu import NativeCpuAttention
+from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.errors import OctavoError
+from octavo.errors import CheckpointError, OctavoError
 from octavo.models.decoder import Model
-from octavo.ops.cpu import abi
+from octavo.models.program_loader import load_program
+from octavo.ops.cpu import abi, decoder_kernels
+from octavo.weights.gguf_bytes import GgufBytes
 from tests.models.test_loading import load_gguf, write_gguf
 from tests.support.paged_batches import Pool, step_batch
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import config_for, tiny_model
 
 pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
 
@@ -85,6 +92,33 @@ def test_truncations(sound: Path, tmp_path: Path) -> None:
     for size in np.linspace(0, len(whole) - 1, 40, dtype=int):
         (tmp_path / "bad.gguf").write_bytes(whole[:size])
         assert outcome(tmp_path / "bad.gguf") == "refused"
+
+
+@pytest.mark.parametrize("cut_before", [1, 2, 7])
+@pytest.mark.parametrize("way", ["program", "native", "cpu"])
+def test_cut_short_while_it_is_loaded(sound: Path, tmp_path: Path, way: str, cut_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped pages of the part that is gone would end the process."""
+    path, calls = tmp_path / "short.gguf", 0
+    shutil.copy(sound, path)
+    read = GgufBytes.read
+
+    def cut(self: GgufBytes, name: str, offset: int, nbytes: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == cut_before:
+            os.truncate(path, offset + nbytes // 2)
+        return read(self, name, offset, nbytes)
+
+    monkeypatch.setattr(GgufBytes, "read", cut)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(path))}: .*tensor '.+' ends at byte \d+, but the file has \d+ \(truncated"):
+        if way == "program":
+            parsed = read_gguf(str(path))
+            config = config_for(path, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors))
+            config = replace(config, device=replace(config.device, native_kernels=True))
+            load_program(config, decoder_kernels(), lambda *_: None)
+        else:
+            load_gguf(path, ops=way)
+    assert calls == cut_before
 
 
 def test_unknown_block_type(sound: Path, tmp_path: Path) -> None:

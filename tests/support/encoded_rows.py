@@ -29,5 +29,5 @@ def random_rows(encoding: str, rows: int, columns: int, seed: int) -> EncodedRow
 
 def as_float(rows: EncodedRows) -> torch.Tensor:
     """[rows, columns] float32, in the order asked for."""
-    data = rows.data if rows.order is None else rows.data[rows.order]
+    data = rows.bytes() if rows.order is None else rows.bytes()[rows.order]
     return unpack(data.copy(), rows.encoding).float().view(rows.shape)

@@ -10,7 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +65,8 @@ _MAX_NESTING: Final = 4
 _MAX_DIMS: Final = 4
 _MAX_NAME: Final = 65535
 _MAX_STRING: Final = 2**26
+_FIRST_READ: Final = 2**22
+"""Bytes: most headers are shorter."""
 _MAX_ARRAY: Final = 2**22
 """Sixteen times the largest vocabulary: a damaged count is refused before gigabytes of "values" are made."""
 
@@ -95,12 +97,24 @@ class GgufFile:
     path: str
 
 
-class _Cursor:
-    """Reads forward through the header; every read checks the end of the file first."""
+class _MoreNeeded(Exception):
+    """The header goes on behind what was read."""
 
-    def __init__(self, data: mmap.mmap, path: str) -> None:
+
+class _Cursor:
+    """Reads forward through the header; every read checks the end of the file first.
+
+    Args:
+        data: the file's beginning.
+        size: of the file.
+
+    Raises:
+        _MoreNeeded: by any method.
+    """
+
+    def __init__(self, data: bytes, size: int, path: str) -> None:
         self.data = data
-        self.size = len(data)
+        self.size = size
         self.pos = 0
         self.path = path
         self.where = "the header"
@@ -108,9 +122,16 @@ class _Cursor:
     def fail(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: not a sound GGUF file: {self.where} {problem}. Download or convert it again.")
 
-    def need(self, count: int) -> None:
+    def check(self, count: int) -> None:
+        """The file may hold so many more bytes."""
         if count > self.size - self.pos:
             raise self.fail(f"needs {count} bytes at offset {self.pos}, but the file ends at {self.size} (truncated?)")
+
+    def need(self, count: int) -> None:
+        """They are at hand."""
+        self.check(count)
+        if count > len(self.data) - self.pos:
+            raise _MoreNeeded
 
     def u32(self) -> int:
         self.need(4)
@@ -135,12 +156,14 @@ class _Cursor:
 
     def strings(self, count: int) -> list[str]:
         """`count` length-prefixed strings. The one hot loop here: vocabularies and merges have 50k to 300k entries."""
-        data, size, pos = self.data, self.size, self.pos
+        data, size, pos = self.data, len(self.data), self.pos
         length_at = struct.Struct("<Q").unpack_from
         out: list[str] = []
         for _ in range(count):
             start = pos + 8
             if start > size or (length := length_at(data, pos)[0]) > min(size - start, _MAX_STRING):
+                if size < self.size and (start > size or length <= min(self.size - start, _MAX_STRING)):
+                    raise _MoreNeeded
                 raise self.fail(f"has a string at offset {pos} that reaches past the end of the file (truncated?)")
             end = start + length
             out.append(data[start:end].decode("utf-8", "replace"))
@@ -160,10 +183,10 @@ class _Cursor:
         if kind in _SCALARS:
             return self.scalars(kind, count)
         if kind == _STRING:
-            self.need(8 * count)
+            self.check(8 * count)
             return self.strings(count)
         if kind == _ARRAY and depth < _MAX_NESTING:
-            self.need(12 * count)
+            self.check(12 * count)
             return [self.values(self.u32(), self.u64(), depth + 1) for _ in range(count)]
         raise self.fail(f"has a value of unknown type {kind}")
 
@@ -174,11 +197,21 @@ def read_gguf(path: str) -> GgufFile:
     Raises:
         CheckpointError: unreadable, not GGUF, truncated or damaged; the message names the file and the place.
     """
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data, path))
-    except (OSError, ValueError) as e:  # ValueError: mmap of an empty file
-        raise CheckpointError(f"{path}: cannot be read as a GGUF file: {e}") from None
+    wanted = _FIRST_READ
+    while True:
+        try:
+            # Read, not mapped: a mapped file that is cut short meanwhile ends the process.
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                data = file.read(min(wanted, size))
+        except OSError as e:
+            raise CheckpointError(f"{path}: cannot be read as a GGUF file: {e}") from None
+        if not data:
+            raise CheckpointError(f"{path}: cannot be read as a GGUF file: it is empty.")
+        try:
+            return _parse(_Cursor(data, size if len(data) == min(wanted, size) else len(data), path))
+        except _MoreNeeded:
+            wanted *= 4
 
 
 def _parse(cursor: _Cursor) -> GgufFile:
@@ -194,7 +227,7 @@ def _parse(cursor: _Cursor) -> GgufFile:
         raise CheckpointError(f"{cursor.path}: GGUF version {version} cannot be read, only little-endian 2 and 3.{hint}")
     num_tensors, num_values = cursor.u64(), cursor.u64()
     # The smallest entries: an empty key with a one-byte value, a nameless tensor of one dimension.
-    cursor.need(num_values * 13 + num_tensors * 32)
+    cursor.check(num_values * 13 + num_tensors * 32)
 
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
@@ -260,4 +293,6 @@ def rope_divisors(gguf: GgufFile, name: str) -> list[float] | None:
     with open(gguf.path, "rb") as file:
         file.seek(tensor.offset)
         stored = file.read(tensor.nbytes)
+    if len(stored) != tensor.nbytes:
+        raise CheckpointError(f"{gguf.path}: tensor {name} reaches past the end of the file (truncated?). Download or convert it again.")
     return [number for (number,) in struct.iter_unpack("<f" if tensor.type == "F32" else "<e", stored)]

@@ -3,7 +3,7 @@
 The frontend owns the truth about each live request. If the engine process dies, or hangs (work to do but no finished step for
 `hang_timeout`), it is killed and started again, and every live sequence goes on from the tokens already delivered: a consumer
 sees a pause; no error, no token twice, none missing. `restarts` crashes within `RESTART_WINDOW` seconds that no request explains
-are final: every request then ends with EngineDead.
+are final: every request then ends with EngineDead. So is a crash after which the model's files are not what they were.
 
 Everything here runs on one event loop; no method blocks. A slow consumer costs memory for its own tokens only: sinks gather
 what nobody has read yet, bounded by the request's max_tokens.
@@ -22,6 +22,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, OctavoError, RequestFailed, error_of
 from octavo.frontend.client import Progress, Sink, State
 from octavo.frontend.engine_process import EngineProcess
+from octavo.frontend.model_files import ModelFiles
 from octavo.frontend.queue_bound import QueueBound
 from octavo.frontend.replay import LiveRequest, judge
 from octavo.protocol.boot import DEFAULT_BUILDER
@@ -86,6 +87,7 @@ class ProcessClient:
     def __init__(self, config: EngineConfig, *, suspect_after: int = 2, builder: str = DEFAULT_BUILDER) -> None:
         self._config = config
         self._builder = builder
+        self._files = ModelFiles.of(config)
         self._suspect_after = suspect_after
         self._process: EngineProcess | None = None
         self._state: State = "starting"
@@ -438,7 +440,7 @@ class ProcessClient:
         """Restart the engine and replay what is live.
 
         Raises:
-            EngineDead: too many crashes.
+            EngineDead: too many crashes, or the model's files have changed.
         """
         self._state = "restarting"
         for future in self._calls.values():
@@ -449,6 +451,7 @@ class ProcessClient:
         while True:
             await self._discard_process()
             self._count_crash(crash)
+            self._check_files(crash)
             self.restarts += 1
             try:
                 self.spawn()
@@ -458,6 +461,11 @@ class ProcessClient:
             except _Crash as again:
                 logger.error("The engine did not come back: %s", again)
                 crash = again
+        try:
+            self._check_files(crash)  # they may have changed while they were read
+        except EngineDead:
+            await self._discard_process()
+            raise
         self._state = "running"
         self._before_restart = self._stats
         self._work_since = time.monotonic()
@@ -500,6 +508,13 @@ class ProcessClient:
         if len(self._crash_times) > allowed:
             tries = f"it failed {len(self._crash_times)} times in {RESTART_WINDOW / 60:.0f} minutes" if allowed else "restarts are off"
             raise EngineDead(f"The engine is gone: {crash}; {tries}, so it is not restarted.")
+
+    def _check_files(self, crash: _Crash) -> None:
+        if (change := self._files.changed()) is not None:
+            why = str(crash).rstrip(".")
+            raise EngineDead(
+                f"The engine is gone: {why}; {change}, so it is not loaded again behind the old tokenizer. Restart the server."
+            )
 
     def _fail_all(self, error: OctavoError) -> None:
         for live in list(self._live.values()):

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.checkpoint import text_part
 from octavo.checkpoint.bundled import packed_dir
@@ -23,6 +22,7 @@ from octavo.models.spec import ModelSpec, Parameter, parameters
 from octavo.models.tensor_names import pattern_of, unfilled
 from octavo.ops.packed import EncodedRows, Panels, PanelWeight, added_up, stored_as
 from octavo.ops.program import DecoderKernels, DecoderProgram, Float32
+from octavo.weights.gguf_bytes import GgufBytes, unread_rows
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), in bytes of the checkpoint."""
@@ -112,11 +112,9 @@ class _Weights:
     def fill(self, pack_rows: Callable[[EncodedRows], Panels], progress: Progress) -> None:
         """Raises:
         _NotPlain: the tensors are not those of the spec, or hold what is no number.
+        CheckpointError: the file cannot be read, or has been cut short.
         """
-        try:
-            data = np.memmap(self.gguf.path, dtype=np.uint8, mode="r")
-        except (OSError, ValueError):
-            raise _NotPlain from None
+        data = GgufBytes(self.gguf)
         listed = {p.name: p for p in parameters(self.spec)}
         missing = {name: unfilled(p) for name, p in listed.items()}
         segments: dict[str, dict[int, Panels]] = {}
@@ -136,7 +134,7 @@ class _Weights:
     def _place(
         self,
         tensor: GgufTensor,
-        data: npt.NDArray[np.uint8],
+        data: GgufBytes,
         listed: dict[str, Parameter],
         missing: dict[str, set[str | None]],
         segments: dict[str, dict[int, Panels]],
@@ -160,15 +158,14 @@ class _Weights:
         order = None if target.order is None else target.order(self.spec)
         if order is not None and len(order) != stop - start:
             raise _NotPlain
-        stored = data[tensor.offset : tensor.offset + tensor.nbytes]
         if parameter.kind in ("linear", "embedding"):
-            panels = pack_rows(EncodedRows(tensor.type, (stop - start, parameter.shape[1]), stored.reshape(stop - start, -1), order))
+            panels = pack_rows(unread_rows(data, tensor, (stop - start, parameter.shape[1]), order))
             if not panels.finite:
                 raise _NotPlain
             segments.setdefault(parameter.name, {})[start] = panels
         elif len(tensor.shape) == 1:
             whole = self.arrays.setdefault(parameter.name, np.empty(parameter.shape, np.float32))
-            vector = stored.view(_FLOATS[tensor.type]).astype(np.float32)
+            vector = data.read(tensor.name, tensor.offset, tensor.nbytes).view(_FLOATS[tensor.type]).astype(np.float32)
             if not np.isfinite(vector).all():
                 raise _NotPlain
             whole[start:stop] = vector if order is None else vector[order]

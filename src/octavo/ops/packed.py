@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -187,6 +187,14 @@ PanelKind = Literal["f32", "f16", "bf16", "q4", "q8"]
 
 
 @dataclass(frozen=True)
+class Unread:
+    """Bytes still in a file: who finds a matrix packed already never needs them."""
+
+    shape: tuple[int, int]
+    read: Callable[[], npt.NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
 class EncodedRows:
     """Rows of a matrix as a checkpoint stores them."""
 
@@ -194,12 +202,20 @@ class EncodedRows:
     """F32, F16, BF16, or a ggml block format such as Q4_1."""
     shape: tuple[int, int]
     """(rows, columns)"""
-    data: npt.NDArray[np.uint8]
-    """[stored rows, bytes of a row]; may be a mapped file."""
+    data: npt.NDArray[np.uint8] | Unread
+    """[stored rows, bytes of a row]"""
     order: npt.NDArray[Any] | None = None
     """[rows] which stored row each row is; None: as they lie."""
     unpacked: bool = False
     """Larger than what the checkpoint has of them."""
+
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """`data`, read if it has to be.
+
+        Raises:
+            CheckpointError: the file has been cut short, or cannot be read.
+        """
+        return self.data.read() if isinstance(self.data, Unread) else self.data
 
 
 @dataclass(frozen=True)

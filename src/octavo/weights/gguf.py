@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 import torch
 
 from octavo.checkpoint.gguf_file import ROPE_DIVISORS, GgufFile, GgufTensor
@@ -14,6 +13,7 @@ from octavo.errors import CheckpointError
 from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import EncodedRows
 from octavo.weights.gguf_blocks import unpack
+from octavo.weights.gguf_bytes import GgufBytes, unread_rows
 from octavo.weights.gguf_coded import coded_rows, is_readable, packed_bits
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.stored import StoredTensor
@@ -34,12 +34,9 @@ def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: Par
         reader: reads instead what goes to a device as it is.
 
     Raises:
-        CheckpointError: the file cannot be mapped, or it is not what its header says.
+        CheckpointError: the file cannot be opened, or it is not what its header says.
     """
-    try:
-        data = np.memmap(gguf.path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{gguf.path}: cannot be read: {e}") from None
+    data = GgufBytes(gguf)
     for whole in gguf.tensors.values():
         if whole.name in ROPE_DIVISORS:
             continue
@@ -62,19 +59,18 @@ def _slices(tensor: GgufTensor) -> Iterator[GgufTensor]:
         yield GgufTensor(f"{stem}.{i}.{kind}", tensor.type, tuple(shape), tensor.offset + i * size, size)
 
 
-def _encoded(data: np.ndarray[Any, np.dtype[np.uint8]], tensor: GgufTensor) -> Callable[[], EncodedRows] | None:
+def _encoded(data: GgufBytes, tensor: GgufTensor) -> Callable[[], EncodedRows] | None:
     if len(tensor.shape) != 2:
         return None
     rows, columns = tensor.shape
-    stored = data[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
-    return lambda: EncodedRows(tensor.type, (rows, columns), stored)
+    return lambda: unread_rows(data, tensor, (rows, columns))
 
 
 @dataclass(frozen=True)
 class _Blocks:
     """The bytes of a tensor."""
 
-    data: np.ndarray[Any, np.dtype[np.uint8]]
+    data: GgufBytes
     tensor: GgufTensor
     path: str
     reader: ParallelReader | None = None
@@ -88,8 +84,8 @@ class _Blocks:
         size = self.tensor.nbytes // self.rows
         begin = self.tensor.offset + start * size
         if self.reader is None or self.reader.device.type != device.type:
-            stored = self.data[begin : self.tensor.offset + stop * size]
-            return torch.from_numpy(np.array(stored)).view(stop - start, size).to(device)  # a copy: the map is read-only
+            stored = self.data.read(self.tensor.name, begin, (stop - start) * size)
+            return torch.from_numpy(stored).view(stop - start, size).to(device)
         out = torch.empty(stop - start, size, dtype=torch.uint8, device=device)
         self.reader.read(self.path, begin, out)
         return out

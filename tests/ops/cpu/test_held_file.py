@@ -136,3 +136,53 @@ def test_another_size_than_it_should_have(path: Path, size: int) -> None:
 def test_a_file_that_is_not_there(path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         hold(str(path) + "x", SIZE)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """A pipe that nobody writes into would hold its reader for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", tmp_path / "link", tmp_path, "/dev/zero"):
+        with pytest.raises(ValueError, match="no regular file"):
+            hold(str(name), SIZE)
+
+
+LATE = """
+import logging, sys
+from octavo.ops.cpu import held_file
+
+logging.basicConfig()
+path, change, expected = sys.argv[1], int(sys.argv[2]), open(sys.argv[1], "rb").read()
+region = held_file.hold(path, len(expected))
+handle = held_file.os.open(path, held_file.os.O_RDONLY)  # without a lease: as if the kernel had taken it away
+if change:
+    with open(path + ".late", "wb") as file:
+        file.write(expected)
+    handle = held_file.os.open(path + ".late", held_file.os.O_RDONLY)
+before = held_file._state(handle)
+if change:
+    with open(path + ".late", "r+b") as file:
+        if change == 1:
+            file.write(bytes(100_000))
+        else:
+            file.truncate(1000)
+if sys.argv[3] == "later":  # nothing could be seen yet when it looked
+    before = held_file._state(handle)
+held_file._let_go(region, handle, len(expected), before, lambda found: bytes(found) == expected)
+assert bytes(region.array()) == expected
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize("seen", ["at once", "later"])
+@pytest.mark.parametrize("change", ["nothing", "written over", "cut short"])
+def test_who_comes_too_late_for_a_copy_does_not_go_on_with_damaged_bytes(path: Path, change: str, seen: str) -> None:
+    number = ["nothing", "written over", "cut short"].index(change)
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(path), str(number), seen], capture_output=True, text=True, timeout=60, check=False
+    )
+    if change == "nothing":
+        assert ended.stdout == "goes on\n", ended.stderr
+    else:
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert f"{path}.late was changed" in ended.stderr and "the process ends" in ended.stderr

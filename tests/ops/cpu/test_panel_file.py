@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.ops.cpu import abi, panel_file, panels
-from octavo.ops.packed import EncodedRows, Panels
+from octavo.ops.cpu import abi, held_file, panel_file, panels
+from octavo.ops.cpu.held_file import Region, Sound
+from octavo.ops.packed import EncodedRows, Panels, Unread
 from tests.support.encoded_rows import random_rows
 from tests.support.leases import leases_work
 
@@ -152,6 +153,75 @@ def test_a_file_that_is_changed_while_in_use_changes_nothing(checkpoint: Path, d
     damage(path)
     assert_right(found)
     assert not any(is_mapped(got, path) for got in found)
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("put", [a_pipe, a_link_to_a_device])
+def test_what_is_no_regular_file_holds_up_no_start(checkpoint: Path, put: Callable[[Path], None]) -> None:
+    load(checkpoint)
+    (path,) = files(checkpoint)
+    path.unlink()
+    put(path)
+    put(path.with_name("other.panels"))
+    found, packed = load(checkpoint)
+    assert packed == len(ROWS)
+    assert_right(found)
+    assert path.is_file() and not path.is_symlink(), "it was replaced"
+    assert path.with_name("other.panels") in files(checkpoint), "not ours"
+    assert load(checkpoint)[1] == 0
+
+
+def test_panels_know_whether_they_are_still_what_they_were(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process asks that was stopped for so long that the file may have been changed under it."""
+    asked: list[Callable[[np.ndarray], bool]] = []  # type: ignore[type-arg]
+
+    def hold(path: str, size: int, region: Region | None = None, sound: Sound | None = None) -> Region:
+        assert sound is not None
+        asked.append(sound)
+        return held_file.hold(path, size, region, sound)
+
+    monkeypatch.setattr(panel_file, "hold", hold)
+    load(checkpoint)
+    load(checkpoint)
+    assert len(asked) == 2, "who writes it, and who finds it"
+    (path,) = files(checkpoint)
+    data = np.fromfile(path, np.uint8)
+    assert [sound(data) for sound in asked] == [True, True]
+    data[panel_file.HEADER_BYTES + 300] ^= 4
+    assert [sound(data) for sound in asked] == [False, False]
+
+
+def test_panels_of_a_checkpoint_that_changed_meanwhile_are_not_kept(checkpoint: Path) -> None:
+    """It may be put back later, with its old time."""
+
+    def pack(rows: EncodedRows, place: object) -> Panels:
+        os.utime(checkpoint, ns=(0, 0))
+        return panels.pack_rows(rows, place)  # type: ignore[arg-type]
+
+    folder = checkpoint.with_name("packed")
+    with panel_file.panel_file(folder, str(checkpoint), HEADER, pack, panels.packed_bytes) as pack_rows:
+        assert_right([pack_rows(r) for r in ROWS])
+    assert files(checkpoint) == []
+
+
+def test_rows_that_are_packed_already_are_not_read(checkpoint: Path) -> None:
+    read: list[int] = []
+
+    def unread(i: int) -> EncodedRows:
+        return replace(ROWS[i], data=Unread(ROWS[i].data.shape, lambda: read.append(i) or ROWS[i].bytes()))  # type: ignore[func-returns-value, arg-type]
+
+    for packed in (len(ROWS), 0):
+        found, count = load(checkpoint, [unread(i) for i in range(len(ROWS))])
+        assert count == packed
+        assert_right(found)
+        assert read == list(range(len(ROWS)))
 
 
 def test_flipped_bytes_are_noticed_or_harmless(checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from octavo.checkpoint import gguf_file
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import GGML_TYPES, GgufTensor, read_gguf
 from octavo.errors import CheckpointError, UnsupportedModel
@@ -286,3 +287,41 @@ def test_bundled_model() -> None:
     assert len(parsed.metadata["tokenizer.ggml.tokens"]) == 49152
     assert parsed.tensors["token_embd.weight"] == GgufTensor("token_embd.weight", "Q8_0", (49152, 576), 1785664, 30081024)
     assert max(t.offset + t.nbytes for t in parsed.tensors.values()) <= os.path.getsize(path)
+
+
+@pytest.mark.parametrize("first", [1, 40, 1000])
+def test_however_little_is_read_at_first(tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same header, and the same error wherever the file ends."""
+
+    def outcome() -> object:
+        try:
+            return read_gguf(str(path))
+        except CheckpointError as error:
+            return str(error)
+
+    path = tmp_path / "model.gguf"
+    write(path)
+    whole = path.read_bytes()
+    for end in (*range(0, len(whole), 61), len(whole)):
+        path.write_bytes(whole[:end])
+        expected = outcome()
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_file, "_FIRST_READ", first)
+            assert outcome() == expected
+    assert not isinstance(expected, str)
+
+
+def test_a_header_that_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two reads."""
+    path = tmp_path / "model.gguf"
+    write(path)
+    parse = gguf_file._parse
+
+    def cut(cursor: Any) -> Any:
+        os.truncate(path, 300)
+        return parse(cursor)
+
+    monkeypatch.setattr(gguf_file, "_FIRST_READ", 200)
+    monkeypatch.setattr(gguf_file, "_parse", cut)
+    with pytest.raises(CheckpointError, match=r"the file ends at 300 \(truncated"):
+        read_gguf(str(path))

@@ -3,13 +3,13 @@
 Mapped pages are shared with every process that maps the file, but they are the file's: who writes into it writes into the weights of a
 running model, and who cuts it short ends every process that touches what is gone (SIGBUS). So a file is only mapped under a lease. The
 kernel holds whoever would change it back until we have let go, and a thread first puts a copy of our own where the mapped pages were, at
-the same addresses. Where a lease cannot be had (the file is another user's, its file system knows none, somebody is writing into it), the
+the same addresses. A process that was stopped for longer than the kernel waits may come too late: it compares what it has copied with what
+there was, and ends if that is another. Where a lease cannot be had (the file is another user's, its file system knows none, somebody is writing into it), the
 bytes are read into private memory at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import functools
@@ -17,10 +17,12 @@ import logging
 import mmap
 import os
 import signal
+import stat
 import struct
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -112,18 +114,39 @@ def _private(handle: int, size: int) -> int:
     return address
 
 
-def hold(path: str, size: int, region: Region | None = None) -> Region:
+Sound = Callable[[npt.NDArray[np.uint8]], bool]
+"""Whether the bytes of a file are what they were when it was opened."""
+
+
+def open_file(path: str) -> int:
+    """A handle to read a regular file through. Anything else may wait for ever for somebody to write, or do something when opened.
+
+    Raises:
+        OSError, ValueError: it is not there, or is none.
+    """
+    regular = stat.S_ISREG(os.stat(path).st_mode)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if regular else -1
+    if regular and stat.S_ISREG(os.fstat(handle).st_mode):  # another may have taken its place
+        return handle
+    if handle >= 0:
+        os.close(handle)
+    raise ValueError("it is no regular file")
+
+
+def hold(path: str, size: int, region: Region | None = None, sound: Sound | None = None) -> Region:
     """A file's bytes, that stay what they are from now on.
 
     Args:
         size: of the file, all of it.
         region: the draft that the file was written through, at least as large, no other handle of which is open: the bytes take its
             place, at the same addresses. None: anywhere.
+        sound: asked, in some thread, if the file may have been changed before there was a copy. Where it says no, this process ends: what
+            it computes would be nonsense. None: it always does.
 
     Raises:
         OSError, ValueError: the file is not there, has another size, or there is no memory for it.
     """
-    handle = os.open(path, os.O_RDONLY)
+    handle = open_file(path)
     ours = True
     try:
         if region is None:
@@ -131,7 +154,7 @@ def hold(path: str, size: int, region: Region | None = None) -> Region:
         else:  # all of it: a page that could be written would be in the way of a lease
             _map(region.size, mmap.PROT_READ, mmap.MAP_SHARED, handle, region.address)
         try:
-            _lease(region, handle, size)
+            _lease(region, handle, size, sound)
             ours = False  # the thread closes it, when the region is gone
         except (OSError, AttributeError) as error:
             logger.info("Packed weights in %s are read into private memory: no lease on the file (%s).", path, error)
@@ -144,20 +167,20 @@ def hold(path: str, size: int, region: Region | None = None) -> Region:
             os.close(handle)
 
 
-def _lease(region: Region, handle: int, size: int) -> None:
+def _lease(region: Region, handle: int, size: int, sound: Sound | None) -> None:
     """Take a lease on an open file, and have a thread watch over it.
 
     Raises:
         OSError, AttributeError: there is none to be had.
     """
     taken: Future[None] = Future()
-    thread = threading.Thread(target=_watch, args=(weakref.ref(region), handle, size, taken), name="packed weights", daemon=True)
+    thread = threading.Thread(target=_watch, args=(weakref.ref(region), handle, size, sound, taken), name="packed weights", daemon=True)
     thread.start()
     taken.result()
     weakref.finalize(region, _wake, thread).atexit = False
 
 
-def _watch(watched: weakref.ref[Region], handle: int, size: int, taken: Future[None]) -> None:
+def _watch(watched: weakref.ref[Region], handle: int, size: int, sound: Sound | None, taken: Future[None]) -> None:
     """Hold a lease until the region is gone. The kernel tells this thread, and no other, when somebody wants to change the file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
     try:
@@ -166,6 +189,7 @@ def _watch(watched: weakref.ref[Region], handle: int, size: int, taken: Future[N
     except (OSError, AttributeError) as error:
         taken.set_exception(error)
         return
+    before = _state(handle)
     taken.set_result(None)
     held = True
     while True:
@@ -174,21 +198,50 @@ def _watch(watched: weakref.ref[Region], handle: int, size: int, taken: Future[N
             break
         if held and fcntl.fcntl(handle, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             held = False
-            _let_go(region, handle, size)
+            _let_go(region, handle, size, before, sound)
         del region
     os.close(handle)
 
 
-def _let_go(region: Region, handle: int, size: int) -> None:
+def _state(handle: int) -> tuple[int, int]:
+    """Of an open file: changes when somebody writes into it."""
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns
+
+
+def _is_listed(handle: int) -> bool:
+    """Whether the kernel still has our lease, even if somebody waits for its end."""
+    with open(f"/proc/self/fdinfo/{handle}") as file:
+        return "LEASE" in file.read()
+
+
+def _end(path: str) -> None:
+    logger.critical("%s was changed while this process did not run: its weights are damaged, and the process ends.", path)
+    os._exit(1)
+
+
+def _let_go(region: Region, handle: int, size: int, before: tuple[int, int], sound: Sound | None) -> None:
     path = os.readlink(f"/proc/self/fd/{handle}")
+    if not _is_listed(handle) and _state(handle) != before:  # at once: other threads compute with it
+        _end(path)
+    problem: Exception | None = None
     try:
         region.replace(handle, size)
     except (OSError, ValueError) as error:
-        logger.error("%s is about to be changed, and there is no memory for a copy of its weights (%s): restart this process.", path, error)
+        problem = error
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        in_time = True  # nobody could write before this
+    except OSError:
+        in_time = False  # the kernel has taken the lease away
+    if not in_time and (problem is not None or sound is None or not sound(region.array()[:size])):
+        _end(path)
+    if problem is not None:
+        logger.error(
+            "%s is about to be changed, and there is no memory for a copy of its weights (%s): restart this process.", path, problem
+        )
     else:
         logger.warning("%s is about to be changed: its weights stay in use here as a copy in private memory.", path)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def _wake(thread: threading.Thread) -> None:

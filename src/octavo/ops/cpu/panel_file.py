@@ -9,6 +9,7 @@ What happens to the file afterwards does not reach the processes that use it (`h
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -28,7 +29,7 @@ import numpy.typing as npt
 
 from octavo.config.device import usable_cores
 from octavo.ops.cpu.abi import LAYOUT
-from octavo.ops.cpu.held_file import Region, hold
+from octavo.ops.cpu.held_file import Region, hold, open_file
 from octavo.ops.packed import EncodedRows, Panels
 
 logger = logging.getLogger(__name__)
@@ -167,9 +168,10 @@ def panel_file(
             file = PanelFile(pack, packed_bytes, region.array(), [], found=False)
             yield file.pack_rows
             region.freeze()
-            size = _complete(file, written.fileno(), source) if file.entries and file._sound else 0
+            sound = file.entries and file._sound and source.is_current()
+            size = _complete(file, written.fileno(), source) if sound else 0
         if size:
-            _publish(path, folder / source.name, size, region)
+            _publish(path, folder / source.name, size, region, file.entries)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)  # gone already where it was published
@@ -183,18 +185,19 @@ def _describe(rows: EncodedRows) -> str:
 def _read(path: Path) -> tuple[Any, list[_Entry]] | None:
     """The bytes of the file and what is in it; None where there is none that can be used."""
     try:
-        with path.open("rb") as file:
+        with open(open_file(str(path)), "rb") as file:
             head = _header(file.read(HEADER_BYTES))
         if not HEADER_BYTES <= head["index"] <= head["size"]:
             raise ValueError("its header is damaged")
-        memory = hold(str(path), head["size"]).array()
+        entries: list[_Entry] = []
+        memory = hold(str(path), head["size"], sound=functools.partial(_is_sound, entries)).array()
         index = memory[head["index"] :].tobytes()
         if hashlib.sha256(index).hexdigest() != head["digest"]:
             raise ValueError("its index is damaged")
-        entries = [_Entry(**entry) for entry in json.loads(index)]
+        entries += [_Entry(**entry) for entry in json.loads(index)]
         if not all(HEADER_BYTES <= e.offset <= e.offset + e.nbytes <= head["index"] for e in entries):
             raise ValueError("its index points outside")
-        if _checksums(memory, entries) != [e.crc32 for e in entries]:
+        if not _is_sound(entries, memory):
             raise ValueError("its weights are damaged: their checksum is not what it should be")
         return memory, entries
     except FileNotFoundError:
@@ -211,6 +214,11 @@ def _header(line: bytes) -> dict[str, Any]:
     except ValueError:
         raise ValueError("its header is damaged") from None
     return head
+
+
+def _is_sound(entries: Sequence[_Entry], memory: npt.NDArray[np.uint8]) -> bool:
+    """Whether the panels are still what they were checked to be."""
+    return _checksums(memory, entries) == [e.crc32 for e in entries]
 
 
 def _checksums(memory: npt.NDArray[np.uint8], entries: Sequence[_Entry]) -> list[int]:
@@ -245,6 +253,7 @@ def _complete(file: PanelFile, handle: int, source: Source) -> int:
     """Write what stands around the panels. Returns the size of the file; 0 where it could not be written."""
     try:
         checked = [replace(e, crc32=crc) for e, crc in zip(file.entries, _checksums(file.memory, file.entries), strict=True)]
+        file.entries[:] = checked
         index = json.dumps([vars(entry) for entry in checked]).encode()
         size = file._end + len(index)
         head = {"size": size, "index": file._end, "digest": hashlib.sha256(index).hexdigest(), "source": vars(source)}
@@ -262,10 +271,10 @@ def _complete(file: PanelFile, handle: int, source: Source) -> int:
         return 0
 
 
-def _publish(path: str, target: Path, size: int, region: Region) -> None:
+def _publish(path: str, target: Path, size: int, region: Region, entries: Sequence[_Entry]) -> None:
     """Put the file in its place. From here on nobody writes, this process included."""
     try:
-        hold(path, size, region)
+        hold(path, size, region, functools.partial(_is_sound, entries))
         os.replace(path, target)
     except (OSError, ValueError) as error:
         logger.debug("Packed weights are not kept: %s.", error)
@@ -279,8 +288,11 @@ def _tidy(folder: Path) -> None:
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                     path.unlink()
             elif path.suffix == SUFFIX:
-                with path.open("rb") as file:
-                    line = file.read(HEADER_BYTES)
+                try:
+                    with open(open_file(str(path)), "rb") as file:
+                        line = file.read(HEADER_BYTES)
+                except ValueError:  # no regular file: not ours
+                    continue
                 try:
                     source = Source(**_header(line)["source"])
                     current = source.is_current() and source.name == path.name

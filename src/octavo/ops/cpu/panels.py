@@ -35,10 +35,11 @@ def pack_rows(rows: EncodedRows, place: npt.NDArray[np.uint8] | None = None) -> 
     if place is None:
         place = fresh_bytes(packed_bytes(rows))
     order = None if rows.order is None else np.ascontiguousarray(rows.order, np.int64)
+    stored = rows.bytes()
     finite = library.octavo_pack(
         source,
-        rows.data.ctypes.data_as(ctypes.c_void_p),
-        rows.data.shape[1],
+        stored.ctypes.data_as(ctypes.c_void_p),
+        stored.shape[1],
         None if order is None else order.ctypes.data_as(ctypes.c_void_p),
         count,
         columns,
