@@ -82,6 +82,7 @@ class Generation:
         self._error: BaseException | None = asyncio.CancelledError()  # until the last result has been read
         self._closed = False
         self._aborted = False
+        self._given_back = False
 
     @property
     def _at_once(self) -> int:
@@ -168,6 +169,7 @@ class Generation:
                     step(stats())
                     yield number, output
             self._error = None
+            self._give_back()  # before the client can have read the end
         except Exception as error:
             self._error = error
             raise
@@ -213,8 +215,14 @@ class Generation:
             with contextlib.suppress(Exception):
                 await stream.aclose()
         self._streams.clear()
-        self._ctx.release(self.job.request_id)
+        self._give_back()
         self._tracker.close(self._error)
+
+    def _give_back(self) -> None:
+        """The id is free, once: another request may have it from here on."""
+        if not self._given_back:
+            self._given_back = True
+            self._ctx.release(self.job.request_id)
 
 
 async def answer(
