@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,3 +192,32 @@ def windows_of_upper_layers(config: HfConfig) -> tuple[int | None, ...]:
         return (None,) * layers
     first = config.integer("max_window_layers", 28, minimum=0)
     return layer_windows(config, config.integer("sliding_window"), lambda layer: layer >= first)
+
+
+NEOX_NORMS = (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm"))
+
+
+def neox_layers(layer: str, attention: str, norms: Sequence[tuple[str, str]] = NEOX_NORMS) -> dict[str, Target]:
+    """Weights and biases of layers named as GPT-NeoX names them: qkv in one tensor, group by group.
+
+    Args:
+        layer: what stands in front of a layer's names, with `{i}` for its number.
+        attention: the attention's name.
+        norms: (name, parameter).
+    """
+    linears = (
+        (f"{attention}.query_key_value", "qkv", None),
+        (f"{attention}.dense", "attention_out", None),
+        ("mlp.dense_h_to_4h", "gate_up", "up"),
+        ("mlp.dense_4h_to_h", "down", None),
+    )
+    targets = {
+        f"{layer}{source}.{kind}": Target(f"layers.{{i}}.{parameter}{suffix}")
+        for source, parameter in norms
+        for kind, suffix in (("weight", ""), ("bias", ".bias"))
+    }
+    return targets | {
+        f"{layer}{source}.{kind}": Target(f"layers.{{i}}.{parameter}.{kind}", part, grouped_qkv if parameter == "qkv" else None)
+        for kind in ("weight", "bias")
+        for source, parameter, part in linears
+    }

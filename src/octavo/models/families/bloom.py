@@ -8,7 +8,7 @@ from typing import Any
 from octavo.errors import UnsupportedModel
 from octavo.layers.alibi import alibi_slopes
 from octavo.layers.rope import RopeSpec
-from octavo.models.families.base import Family, Target, decoder_spec, grouped_qkv
+from octavo.models.families.base import Family, Target, decoder_spec, neox_layers
 from octavo.models.hf_config import HfConfig
 from octavo.models.spec import MlpSpec, ModelSpec
 
@@ -90,21 +90,7 @@ BLOOM = Family(
         "transformer.ln_f.weight": Target("norm"),
         "transformer.ln_f.bias": Target("norm.bias"),
         "lm_head.weight": Target("head"),
-        **{
-            f"{_LAYER}{source}.{kind}": Target(f"layers.{{i}}.{parameter}{suffix}")
-            for source, parameter in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm"))
-            for kind, suffix in (("weight", ""), ("bias", ".bias"))
-        },
-        **{
-            f"{_LAYER}{source}.{kind}": Target(f"layers.{{i}}.{parameter}.{kind}", part, grouped_qkv if parameter == "qkv" else None)
-            for kind in ("weight", "bias")
-            for source, parameter, part in (
-                ("self_attention.query_key_value", "qkv", None),
-                ("self_attention.dense", "attention_out", None),
-                ("mlp.dense_h_to_4h", "gate_up", "up"),
-                ("mlp.dense_4h_to_h", "down", None),
-            )
-        },
+        **neox_layers(_LAYER, "self_attention"),
     },
     prefix="transformer.",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.models.families.base import Family, Target, activation_of, decoder_spec, grouped_qkv
+from octavo.models.families.base import Family, Target, activation_of, decoder_spec, neox_layers
 from octavo.models.hf_config import HfConfig, rope_spec
 from octavo.models.spec import MlpSpec, ModelSpec
 
@@ -37,21 +37,7 @@ FAMILY = Family(
         "gpt_neox.final_layer_norm.weight": Target("norm"),
         "gpt_neox.final_layer_norm.bias": Target("norm.bias"),
         "embed_out.weight": Target("head"),
-        **{
-            f"{_LAYER}{source}.{kind}": Target(f"layers.{{i}}.{parameter}{suffix}")
-            for source, parameter in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm"))
-            for kind, suffix in (("weight", ""), ("bias", ".bias"))
-        },
-        **{
-            f"{_LAYER}{source}.{kind}": Target(f"layers.{{i}}.{parameter}.{kind}", part, grouped_qkv if parameter == "qkv" else None)
-            for kind in ("weight", "bias")
-            for source, parameter, part in (
-                ("attention.query_key_value", "qkv", None),
-                ("attention.dense", "attention_out", None),
-                ("mlp.dense_h_to_4h", "gate_up", "up"),
-                ("mlp.dense_4h_to_h", "down", None),
-            )
-        },
+        **neox_layers(_LAYER, "attention"),
     },
     prefix="gpt_neox.",
 )
