@@ -57,9 +57,11 @@ def architecture(device: torch.device) -> str | None:
 _POOL = ThreadPoolExecutor(8, thread_name_prefix="nvrtc")
 
 
-def in_background(source: str, architecture: str) -> Future[bytes]:
-    """`compile_kernel`, on a thread."""
-    return _POOL.submit(compile_kernel, source, architecture)
+def in_background(source: str, device: torch.device) -> Future[bytes]:
+    """`compile_kernel` for a device that has an `architecture`, on a thread."""
+    target = architecture(device)
+    assert target is not None
+    return _POOL.submit(compile_kernel, source, target)
 
 
 def compile_kernel(source: str, architecture: str) -> bytes:

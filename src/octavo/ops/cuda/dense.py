@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from octavo.ops.cuda.compiler import architecture, in_background
+from octavo.ops.cuda.compiler import in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
@@ -231,9 +231,7 @@ def workspace_size(columns: int, tuning: Tuning) -> tuple[int, int]:
 
 @functools.cache
 def _code(form: Form, tuning: Tuning, device: torch.device) -> Future[bytes]:
-    target = architecture(device)
-    assert target is not None
-    return in_background(device_source(form, tuning), target)
+    return in_background(device_source(form, tuning), device)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.compiler import architecture, in_background
+from octavo.ops.cuda.compiler import in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBit, LowBitLayout, low_bit_layout
@@ -430,9 +430,7 @@ def workspace_size(rows: int, columns: int, inner: int, tuning: Tuning, sms: int
 
 @functools.cache
 def _code(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device) -> Future[bytes]:
-    target = architecture(device)
-    assert target is not None
-    return in_background(device_source(form, tuning, inner), target)
+    return in_background(device_source(form, tuning, inner), device)
 
 
 @functools.cache

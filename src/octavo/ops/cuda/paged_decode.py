@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import triton
 
-from octavo.ops.cuda.compiler import architecture, in_background
+from octavo.ops.cuda.compiler import in_background
 from octavo.ops.cuda.even_plan import ITEM_FIELDS, EvenCapacity, EvenPlan
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported
@@ -177,9 +177,7 @@ def arguments(
 
 @functools.cache
 def _code(form: Form, device: torch.device) -> Future[bytes]:
-    target = architecture(device)
-    assert target is not None
-    return in_background(source(form, (_SOURCES / "simt.h").read_text()), target)
+    return in_background(source(form, (_SOURCES / "simt.h").read_text()), device)
 
 
 @functools.cache
