@@ -117,10 +117,7 @@ class TritonLinear:
         return F.linear(x, unpacked, bias)
 
     def _reserve(self, elements: int, strips: int, device: torch.device) -> None:
-        old = self._workspace
-        if elements and (old is None or elements > len(old.parts) or strips > len(old.counters)):
-            sizes = (elements, strips) if old is None else (max(elements, len(old.parts)), max(strips, len(old.counters)))
-            self._workspace = SkinnyWorkspace.allocate(*sizes, device)
+        self._workspace = SkinnyWorkspace.enlarged(self._workspace, elements, strips, device)
 
 
 def _skinny_size(tuning: SkinnyTuning, rows: int, columns: int) -> tuple[int, int]:

@@ -131,10 +131,7 @@ class LowBitLinear:
                 self._enlarge(*workspace_size(rows, columns, tuning), device)
 
     def _enlarge(self, elements: int, tiles: int, device: torch.device) -> None:
-        old = self._workspace
-        if old is None or elements > len(old.parts) or tiles > len(old.counters):
-            sizes = (elements, tiles) if old is None else (max(elements, len(old.parts)), max(tiles, len(old.counters)))
-            self._workspace = SkinnyWorkspace.allocate(*sizes, device)
+        self._workspace = SkinnyWorkspace.enlarged(self._workspace, elements, tiles, device)
 
 
 _MOST_ROWS_BEFORE_8_BITS = 8

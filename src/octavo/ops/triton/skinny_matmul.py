@@ -57,6 +57,14 @@ class SkinnyWorkspace:
             counters=torch.zeros(max_strips, dtype=torch.int32, device=device),
         )
 
+    @staticmethod
+    def enlarged(old: SkinnyWorkspace | None, elements: int, counters: int, device: torch.device) -> SkinnyWorkspace | None:
+        """`old` if it has so much, else one that has, and what `old` had; None if nothing is needed."""
+        if not elements or (old is not None and elements <= len(old.parts) and counters <= len(old.counters)):
+            return old
+        sizes = (elements, counters) if old is None else (max(elements, len(old.parts)), max(counters, len(old.counters)))
+        return SkinnyWorkspace.allocate(*sizes, device)
+
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _skinny_kernel(
