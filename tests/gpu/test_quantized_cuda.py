@@ -36,13 +36,24 @@ def test_prompt_scores_are_those_of_the_tool(name: str) -> None:
 def test_graphs_change_nothing(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     prompts = [{"prompt_token_ids": torch.randint(3, 270, (n,), generator=generator).tolist()} for n in (3, 40, 150, 200)]
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=20, detokenize=False)
     found = []
     for eager in (False, True):
         with LLM(str(FIXTURES / name), enforce_eager=eager, **SETTINGS) as llm:
-            found.append([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)])
-    same = sum(a == b for one, two in zip(*found, strict=True) for a, b in zip(one, two, strict=True))
-    assert same >= 24, found  # of 32: graphs pad rows, which may choose another kernel
+            found.append([o.outputs[0].logprobs for o in llm.generate(prompts, params, use_tqdm=False)])
+    # Graphs pad rows, which may choose another kernel, and of a model of noise the best tokens are nearly alike: up to where the two
+    # part, a token is as probable in both, and there either would do.
+    compared = 0
+    for captured, eagerly in zip(*found, strict=True):
+        assert captured is not None and eagerly is not None
+        for one, two in zip(captured, eagerly, strict=True):
+            best, other = next(iter(one)), next(iter(two))
+            compared += 1
+            assert best in two and abs(one[best].logprob - two[best].logprob) < 0.25
+            if best != other:
+                assert abs(two[best].logprob - two[other].logprob) < 0.25
+                break
+    assert compared >= 8
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
