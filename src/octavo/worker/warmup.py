@@ -13,6 +13,8 @@ from octavo.protocol.step import Int32, SlotInit, StepPlan
 
 WARMUP_TOKENS = 32
 GPU_CHUNKS = (4, 8, 32, 512, 9000)
+MANY_PROMPTS = (128, 256, 512, 1024)
+"""Of one step: over how many thread blocks a row's token is drawn depends on them, and is compiled in."""
 
 
 def every_feature(vocab_size: int) -> SamplingParams:
@@ -97,10 +99,13 @@ def rehearsal_steps(config: EngineConfig) -> list[StepPlan]:
     chunk, lengths = _lengths(config)
     plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
     filtered = SamplingParams(temperature=0.7, top_p=0.9, seed=0, max_tokens=2)
+    rows = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens // 2)
+    many = [made_up_step([2] * n, sampling) for n in MANY_PROMPTS if n <= rows for sampling in (plain, filtered)]
     return [
         *(made_up_step([length], plain) for length in reversed(lengths)),
         made_up_step([chunk], plain, start=chunk),
         made_up_step([1], filtered, start=chunk),
+        *many,
     ]
 
 
