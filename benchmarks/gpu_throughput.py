@@ -145,7 +145,7 @@ def peer(folder: str) -> dict[str, Any]:
     return {"peer": json.loads(done.stdout.splitlines()[-1])} if done.returncode == 0 else {}
 
 
-def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts: list[str], profile: bool) -> dict[str, Any]:
+def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts: list[str], runs: int, profile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape] | config))
         start = time.perf_counter()
@@ -164,7 +164,7 @@ def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts:
             if "first" in parts:
                 result["first_8k_ms"] = first_token(llm)
             if "throughput" in parts:
-                result["runs"] = [offline(llm, REQUESTS[shape]) for _ in range(2)]
+                result["runs"] = [offline(llm, REQUESTS[shape]) for _ in range(runs)]
                 result["seconds"] = min(run["elapsed_time"] for run in result["runs"])
             if "peer" in parts:
                 result["peer_load_s"] = peer_seconds(llm)
@@ -359,6 +359,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default: those for so many GPUs")
     parser.add_argument("--gpus", type=int, default=1, help="how many share each layer")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--runs", type=int, default=2, help="of the offline workload; the fastest counts")
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
     parser.add_argument("--config", default="{}", help='JSON: more of config.json, such as {"quantization_config": {...}}.')
     parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
@@ -370,7 +371,7 @@ def main() -> None:
     output = options.output or Path(__file__).parent / "results" / f"gpu_throughput{'' if gpus == 1 else f'_{gpus}'}.json"
     results = {}
     for shape in options.shapes or USUAL.get(gpus, USUAL[2]):
-        results[shape] = measure(shape, json.loads(options.config), settings, options.parts, options.profile)
+        results[shape] = measure(shape, json.loads(options.config), settings, options.parts, options.runs, options.profile)
         show(shape, results[shape], gpus)
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     asked = {"gpus": gpus, "config": json.loads(options.config), "settings": settings}
