@@ -157,7 +157,7 @@ def _left_out(hf_config: Mapping[str, Any], num_layers: int) -> str:
     GLM-4.5), and what reads images."""
     further = hf_config.get("num_nextn_predict_layers")
     behind = range(num_layers, num_layers + (further if isinstance(further, int) and 0 < further < 64 else 0))
-    guessing = "|".join(rf"^model\.layers\.{i}\." for i in behind)
+    guessing = "|".join(rf"^(model\.layers|blk)\.{i}\." for i in behind)
     parts = (r"^(model\.)?mtp[._]", guessing, text_part.IGNORED if text_part.ORIGIN in hf_config else "")
     return "|".join(part for part in parts if part)
 
