@@ -51,6 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # The mask alone tells of chunks, which are longer than the longest sequence here.
     "Llama4ForCausalLM": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
+    "Llama4ForCausalLM:tempered": {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64,
+        "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 20, "attn_scale": 3.0,
+    },
     # Keys are wider than values.
     "MiniCPM3ForCausalLM": {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
@@ -74,7 +78,7 @@ def through_transformers(folder: Path, **settings: Any) -> EngineConfig:
 
 
 def save(folder: Path, name: str) -> Any:
-    cls = getattr(transformers, name)
+    cls = getattr(transformers, name.partition(":")[0])
     config = cls.config_class(**(SIZES | MODELS[name]))
     config._attn_implementation = "eager"
     torch.manual_seed(0)

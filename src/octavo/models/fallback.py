@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel, plain_text
 from octavo.layers.rope import RopeSpec
 from octavo.models.encoder_families import ENCODERS
+from octavo.models.query_temperature import QueryTemperature
 from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
 from octavo.models.swapped_attention import NAME, Calls, Growing, Recorder, register
@@ -209,6 +211,7 @@ class TransformersModel:
         text = model.config.get_text_config()
         fix_rotations(model, max_length, device)
         self._first_position = _first_position(model)
+        self._temperature = QueryTemperature(model)
         vocab_size = model.get_output_embeddings().weight.shape[0]
         self._trial = torch.tensor(_trial_tokens(model.config, vocab_size), device=device)
         recorder = Recorder(max_length)
@@ -238,7 +241,8 @@ class TransformersModel:
         """
         self._model.set_attn_implementation("eager")
         try:
-            expected: torch.Tensor = self._model(input_ids=self._trial[None], use_cache=False).logits[0]
+            with self._temperature.left_to_the_model():
+                expected: torch.Tensor = self._model(input_ids=self._trial[None], use_cache=False).logits[0]
         finally:
             self._model.set_attn_implementation(NAME)
         attend, rows, start = Growing(self.layer_specs), [], 0
@@ -295,7 +299,8 @@ class TransformersModel:
     def _run(self, model: Any, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | Recorder) -> Any:
         calls = attend if isinstance(attend, Recorder) else Calls(attend)
         places = positions[None] + self._first_position
-        out = model(input_ids=token_ids[None], position_ids=places, use_cache=False, octavo_attend=calls)
+        tempered = functools.partial(self._temperature.applied, positions=positions) if self._temperature else None
+        out = model(input_ids=token_ids[None], position_ids=places, use_cache=False, octavo_attend=calls, octavo_tempered=tempered)
         if isinstance(calls, Calls) and calls.count != len(self.layer_specs):
             raise RuntimeError(f"{self.spec.architecture} attended {calls.count} times, not {len(self.layer_specs)} as in its trial run")
         return out
