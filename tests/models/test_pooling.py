@@ -251,6 +251,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "median"}))
     with pytest.raises(UnsupportedModel, match=r"'median' is not supported.*weightedmean"):
         open_llm(tmp_path)
+    none = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": False, "pooling_mode_max_tokens": False}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **none}))
+    with pytest.raises(UnsupportedModel, match="chooses no pooling"):
+        open_llm(tmp_path)
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../.."}]))
     with pytest.raises(CheckpointError, match="only folders inside"):
         open_llm(tmp_path)

@@ -207,7 +207,7 @@ def read_gguf(path: str) -> GgufFile:
         except OSError as e:
             raise CheckpointError(f"{path}: cannot be read as a GGUF file: {e}") from None
         if not data:
-            raise CheckpointError(f"{path}: cannot be read as a GGUF file: it is empty.")
+            raise CheckpointError(f"{path}: cannot be read as a GGUF file: it is empty. Download it again.")
         try:
             return _parse(_Cursor(data, size if len(data) == min(wanted, size) else len(data), path))
         except _MoreNeeded:

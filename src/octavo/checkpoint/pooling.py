@@ -136,6 +136,8 @@ def _pooling_kinds(path: Path) -> tuple[PoolingKind, ...]:
     flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if not set(flags) <= set(_FLAGS):
         raise UnsupportedModel(f"{path} must choose of {', '.join(_FLAGS)}; it chooses {', '.join(flags)}.")
+    if not flags and config.get("pooling_mode_mean_tokens") is False:
+        raise UnsupportedModel(f"{path} chooses no pooling: all of its pooling_mode_... are false. Set one of {', '.join(_FLAGS)} to true.")
     named = {_FLAGS[key] for key in flags} or {"mean"}
     return tuple(kind for mode, kind in _MODES.items() if mode in named)
 

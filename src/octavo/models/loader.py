@@ -24,7 +24,7 @@ from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.assembly import Assembly
 from octavo.models.compiled import build_decoder
 from octavo.models.decoder import Model, Weights
-from octavo.models.fallback import load_fallback
+from octavo.models.fallback import lets_its_attention_be_swapped, load_fallback
 from octavo.models.families.base import Family
 from octavo.models.gguf_model import gguf_spec, open_header, runs_through_transformers
 from octavo.models.program import compilable
@@ -136,6 +136,7 @@ def load_model(
             on_the_fly=on_the_fly,
             strip=text_part.PREFIXES if text_part.ORIGIN in model.hf_config else (),
             ignored=_left_out(model.hf_config, spec.num_layers),
+            described_by=described_by(gguf),
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
@@ -150,6 +151,11 @@ def load_model(
             pipeline=pipeline,
             shard=shard,
         )
+
+
+def described_by(gguf: GgufFile | None) -> str:
+    """What says how large the parameters of a checkpoint are, for messages."""
+    return "config.json" if gguf is None else "the file's metadata"
 
 
 def _left_out(hf_config: Mapping[str, Any], num_layers: int) -> str:
@@ -238,7 +244,8 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
         try:
             return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
         except UnsupportedModel as e:
-            if config.model.pooling is None and config.model.architecture in supported_architectures():
+            name = config.model.architecture
+            if config.model.pooling is None and name in supported_architectures() and lets_its_attention_be_swapped(name):
                 raise UnsupportedModel(f"{e} It may run through the installed transformers: --model-impl transformers.") from None
             raise
     return *gguf_spec(hf_config, gguf), gguf

@@ -25,7 +25,7 @@ from octavo.models.encoder_spec import encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.gguf_model import open_header
 from octavo.models.gguf_names import gguf_encoder_targets
-from octavo.models.loader import Progress, fill, read_spec, too_large, weight_format
+from octavo.models.loader import Progress, described_by, fill, read_spec, too_large, weight_format
 from octavo.models.registry import generating_architecture, supported_architectures
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
@@ -180,7 +180,17 @@ def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
         family = EncoderFamily((), gguf_encoder_targets(gated=spec.gated), r"^cls(\.|_)|^pooler")
     needed = _check_size(config, encoder_parameters(spec), dtype)
     form, on_the_fly = weight_format(config)
-    assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored, on_the_fly=on_the_fly)
+    assembly = Assembly(
+        spec,
+        family.weights,
+        ops,
+        dtype,
+        device,
+        strip=family.prefixes,
+        ignored=family.ignored,
+        on_the_fly=on_the_fly,
+        described_by=described_by(gguf),
+    )
     encoder = Encoder(spec, fill(assembly, config, gguf, needed, progress, form), ops, max_length=model.max_model_len)
     dense = _dense_layers(pooling.dense, spec.hidden_size * len(pooling.kinds), dtype, device)
     return PoolingModel(encoder, pooling, causal=False, dense=dense, device=device)
@@ -205,7 +215,18 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     form, on_the_fly = weight_format(config)
     inside = text_part.ORIGIN in hf_config
     strip, ignored = text_part.PREFIXES if inside else (), f"{_UNUSED}|{text_part.IGNORED}" if inside else _UNUSED
-    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, strip=strip, ignored=ignored, on_the_fly=on_the_fly)
+    assembly = Assembly(
+        spec,
+        targets,
+        ops,
+        dtype,
+        device,
+        prefix=family.prefix,
+        strip=strip,
+        ignored=ignored,
+        on_the_fly=on_the_fly,
+        described_by=described_by(gguf),
+    )
     weights = fill(assembly, config, gguf, needed, progress, form)
     decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
     classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None

@@ -43,7 +43,7 @@ class QueryTemperature:
         """
         if id(module) not in self._tuned:
             return q
-        factor = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        factor: torch.Tensor = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
         return (q * factor[:, None, None]).to(q.dtype)
 
     def _switch(self, *, on: bool) -> None:
