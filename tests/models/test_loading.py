@@ -160,7 +160,7 @@ def test_nan_in_the_config(tiny: Path, key: str) -> None:
 
 def test_weights_that_belong_to_another_config(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text()) | {"hidden_size": 64}
-    with pytest.raises(CheckpointError, match="config.json asks for"):
+    with pytest.raises(CheckpointError, match=r"config\.json asks for"):
         load(tiny, hf_config=config)
 
 

@@ -100,10 +100,11 @@ def test_tensors_are_where_the_directory_says(tmp_path: Path) -> None:
 
 
 def test_block_sizes_agree_with_the_gguf_package() -> None:
-    for name, block_values, block_bytes in GGML_TYPES.values():
-        assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (block_values, block_bytes)
-    for kind, (name, *_) in GGML_TYPES.items():
-        assert GGMLQuantizationType[name] == kind
+    newer = {"NVFP4", "Q1_0"} - set(GGMLQuantizationType.__members__)  # than the oldest package that is asked for
+    for kind, (name, block_values, block_bytes) in GGML_TYPES.items():
+        if name not in newer:
+            assert GGMLQuantizationType[name] == kind
+            assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (block_values, block_bytes)
 
 
 def test_every_truncation_is_an_error(sound: Path, tmp_path: Path) -> None:
