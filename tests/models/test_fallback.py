@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path) -> None
         ("WhisperForConditionalGeneration", "causal language models"),
         ("LlavaForConditionalGeneration", "reads images"),
         ("BertModel", "it is none"),
-        ("XGLMForCausalLM", "does not let its attention be swapped.*Octavo's own"),
+        ("XGLMForCausalLM", "does not let its attention be swapped.*Take another model.*Octavo's own"),
     ],
 )
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
@@ -191,8 +191,9 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, 
 def test_attention_that_ours_is_not_is_refused(tmp_path: Path, name: str, more: dict[str, Any], says: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(MODELS, name, more)
     save(tmp_path, name)
-    with pytest.raises(UnsupportedModel, match=says):
+    with pytest.raises(UnsupportedModel, match=says) as caught:
         load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert ("Take another model" in str(caught.value)) != ("--max-model-len" in str(caught.value))  # it says what to do
 
 
 def test_what_keeps_more_than_keys_and_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,3 +407,7 @@ WHOLE_HEADS: Final = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
 )
 """Where all of a head rotates, so that files without the length of a head tell it by what rotates."""
+STATEFUL: Final = frozenset(
+    {"mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe", "plamo2", "kimi-linear"}
+) | {"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "qwen3next", "qwen35", "qwen35moe"}
+"""What cannot run in any format: there is no cache for what it keeps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from octavo.checkpoint.gguf_architectures import ARCHITECTURES, WHOLE_HEADS, GgufSource
+from octavo.checkpoint.gguf_architectures import ARCHITECTURES, STATEFUL, WHOLE_HEADS, GgufSource
 from octavo.checkpoint.gguf_file import GgufTensor
 from octavo.errors import CheckpointError, UnsupportedModel
 
@@ -30,6 +30,11 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         CheckpointError: a required key is missing or has the wrong type.
     """
     arch = metadata.get("general.architecture")
+    if arch in STATEFUL:
+        raise UnsupportedModel(
+            f"GGUF architecture {arch!r} is not supported: its layers keep a state from token to token (Mamba, linear attention, convolutions), "
+            "for which Octavo has no cache. Take another model, or run this one with llama.cpp."
+        )
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnsupportedModel(
             f"GGUF architecture {arch!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. Where the model is published in "

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 TRIAL = (9, 1, 1, 5)
 """Tokens of the steps that a trial sequence is computed in, to be compared with the whole."""
+_INSTEAD: Final = "Take another model, or run this one with transformers alone (transformers serve)."
 _NEAR = {torch.float32: 0.01, torch.float16: 0.15, torch.bfloat16: 0.15}
 """How far from each other results may be that differ by rounding alone, relative to their size."""
 
@@ -59,10 +60,12 @@ def load_fallback(config: EngineConfig, device: torch.device, check_size: Callab
         swapped.drop_other_parts()
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as e:
         raise UnsupportedModel(
-            f"{name} cannot run through transformers: it does not run with its attention swapped ({type(e).__name__}: {first_line(e)})."
+            f"{name} cannot run through transformers: it does not run with its attention swapped ({type(e).__name__}: {first_line(e)}). "
+            f"{_INSTEAD}"
         ) from e
     except UnsupportedModel as e:
-        raise UnsupportedModel(f"{name} cannot run through transformers: {e}.") from None
+        instead = "" if "--max-model-len" in str(e) else f" {_INSTEAD}"
+        raise UnsupportedModel(f"{name} cannot run through transformers: {e}.{instead}") from None
     return swapped
 
 
@@ -118,7 +121,7 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
                 f"{name} cannot run through transformers: {why}. Octavo has code of its own for it: leave --model-impl at auto."
             )
         raise UnsupportedModel(
-            f"{name} has no code in Octavo, and cannot run through transformers either: {why}. Octavo's own: "
+            f"{name} has no code in Octavo, and cannot run through transformers either: {why}. {_INSTEAD} Octavo's own: "
             f"{', '.join(supported_architectures())}."
         )
     register()

@@ -265,8 +265,14 @@ def test_hf_config_of_scaled_rope() -> None:
 
 
 def test_hf_config_refuses_what_it_cannot_translate() -> None:
-    with pytest.raises(UnsupportedModel, match=r"'mamba'.*llama"):
-        gguf_hf_config(metadata(general__architecture="mamba"))
+    with pytest.raises(UnsupportedModel, match=r"'plamo'.*llama.*safetensors"):
+        gguf_hf_config(metadata(general__architecture="plamo"))
+    for stateful in ("mamba", "qwen3next", "lfm2"):
+        with pytest.raises(
+            UnsupportedModel, match=rf"'{stateful}' is not supported: its layers keep a state.*Take another model"
+        ) as caught:
+            gguf_hf_config(metadata(general__architecture=stateful))
+        assert "safetensors" not in str(caught.value)
     with pytest.raises(CheckpointError, match="expert_used_count"):
         gguf_hf_config(metadata(llama__expert_count=8))
     for key, value in (("llama.block_count", None), ("llama.attention.head_count", 0), ("llama.embedding_length", float("nan"))):
