@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import octavo
 from octavo import LLM, PoolingParams, SamplingParams
-from octavo.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from octavo.errors import CheckpointError, InvalidRequest, OctavoError, UnsupportedModel
 from octavo.models.encoder import relative_buckets
 from octavo.weights.safetensors import open_safetensors
-from tests.support.tiny_pooling import save_pooling, write_modules
+from tests.support.tiny_models import save_tiny
+from tests.support.tiny_pooling import save_pooling, write_modules, write_tokenizer
 
 TEXTS = ["a man is eating food", "the cat runs", "the stock market fell today the dog is slow a man runs fast", "bread"]
 
@@ -219,6 +220,47 @@ def test_scores_of_pairs_equal_transformers(tmp_path: Path, activation: str | No
             with torch.inference_mode():
                 expected = model(input_ids=ids, token_type_ids=types).logits[0, 0]
             assert output.outputs.score == pytest.approx(float(expected if activation else expected.sigmoid()), abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pickled", [True, False])
+def test_a_language_model_scores_by_its_answers(tmp_path: Path, tied: bool, pickled: bool) -> None:
+    """As Qwen3's rerankers are published: sigmoid(yes - no) of the next token."""
+    write_tokenizer(tmp_path)
+    model = save_tiny(tmp_path, "qwen3", vocab_size=21, tie_word_embeddings=tied)
+    if pickled:
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["slow", "fast"]}
+    no, yes = (json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"][word] for word in ("slow", "fast"))
+    for more in ({"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}, {}):
+        with open_llm(tmp_path, hf_overrides=overrides | more) as llm:
+            output = llm.score("a man", "is eating")[0]
+        with torch.inference_mode():
+            logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        assert output.outputs.score == pytest.approx(float(logits[[no, yes]].softmax(0)[1]), abs=1e-5)
+    with open_llm(tmp_path, hf_overrides=overrides | {"classifier_from_token": ["cat", "dog", "fast"]}) as llm:
+        output = llm.classify("a man")[0]
+        ids = torch.tensor([output.prompt_token_ids])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, -1, [16, 17, 19]]
+    assert output.outputs.probs == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"classifier_from_token": "yes"}, "must be a list of tokens"),
+        ({"classifier_from_token": ["yes"]}, "has no token 'yes'"),
+        ({"classifier_from_token": ["a", "man", "is"], "method": "from_2_way_softmax"}, "takes two tokens"),
+        ({"classifier_from_token": ["a", "man"], "method": "guess"}, "'guess' is not supported"),
+    ],
+)
+def test_answers_that_there_are_not(tmp_path: Path, entries: dict[str, Any], says: str) -> None:
+    write_tokenizer(tmp_path)
+    save_tiny(tmp_path, "qwen3", vocab_size=21)
+    with pytest.raises(OctavoError, match=says):
+        open_llm(tmp_path, hf_overrides={"architectures": ["Qwen3ForSequenceClassification"], **entries})
 
 
 def test_scores_of_embeddings_are_cosines(tmp_path: Path) -> None:

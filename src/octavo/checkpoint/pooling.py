@@ -70,7 +70,9 @@ def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | N
     if runner == "auto" and not (encoder or modules or bare or stated or architecture.endswith(_CLASSIFIER)):
         return None
     if architecture.endswith(_CLASSIFIER):
-        return PoolingSettings(_classifier(config, encoder), _positions(config, encoder))
+        answers = config.get("classifier_from_token")
+        classifier = _classifier(config, encoder) if answers is None else _answering(config, answers, checkpoint)
+        return PoolingSettings(classifier, _positions(config, encoder))
     if modules is None:
         kind: Any = stated or ("mean" if encoder else "last")
         return PoolingSettings(PoolingConfig((kind,), normalize=True), _positions(config, encoder))
@@ -173,6 +175,46 @@ def _classifier(config: Mapping[str, Any], encoder: bool) -> PoolingConfig:
     if encoder and config.get("classifier_pooling") == "mean":
         pooled = "mean"
     return PoolingConfig((pooled,), normalize=False, labels=names, activation=kind)
+
+
+def _answering(config: Mapping[str, Any], answers: Any, checkpoint: Checkpoint) -> PoolingConfig:
+    """A language model that scores by how likely an answer is: the override `classifier_from_token` names the tokens, `method` says what
+    becomes of them, and `is_original_qwen3_reranker` stands for the method of two.
+
+    Raises:
+        UnsupportedModel, CheckpointError: entries that do not say that, or tokens that the vocabulary does not have.
+    """
+    if not isinstance(answers, list) or not answers or not all(isinstance(token, str) for token in answers):
+        raise CheckpointError(f'classifier_from_token must be a list of tokens (["no", "yes"]), got {answers!r}.')
+    two_ways, each = "from_2_way_softmax", "no_post_processing"
+    method = config.get("method") or (two_ways if config.get("is_original_qwen3_reranker") or len(answers) == 2 else each)
+    if method not in (two_ways, each) or (method == two_ways and len(answers) != 2):
+        raise UnsupportedModel(
+            f"classifier_from_token {answers} with method {method!r} is not supported: {two_ways} takes two tokens (no and yes), {each} any."
+        )
+    if checkpoint.format == "gguf":
+        raise UnsupportedModel("classifier_from_token is not supported for GGUF files. Take the safetensors.")
+    path = checkpoint.folder / "tokenizer.json"
+    vocabulary = _vocabulary(path)
+    if missing := [token for token in answers if token not in vocabulary]:
+        raise CheckpointError(f"classifier_from_token: {path} has no token {missing[0]!r}.")
+    labels = ("LABEL_0",) if method == two_ways else tuple(answers)
+    activation: Literal["sigmoid", "softmax"] = "sigmoid" if len(labels) == 1 else "softmax"
+    ids = tuple(vocabulary[token] for token in answers)
+    return PoolingConfig(("last",), normalize=False, labels=labels, activation=activation, answers=ids)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Token -> id, of a tokenizer.json."""
+    written = read_json_object(path)
+    model = written.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    known = {str(token): i for token, i in vocab.items() if isinstance(i, int)} if isinstance(vocab, Mapping) else {}
+    added = written.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, Mapping) and isinstance(token.get("content"), str) and isinstance(token.get("id"), int):
+            known[token["content"]] = token["id"]
+    return known
 
 
 def _positions(config: Mapping[str, Any], encoder: bool) -> int | None:

@@ -150,6 +150,11 @@ class Assembly:
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)
 
+    def parameter_of(self, name: str) -> str | None:
+        """The parameter that a checkpoint's tensor belongs to, with {i} for a layer; None: there is none."""
+        target = self._target(pattern_of(_WRAPPERS.sub("", name))[0])
+        return None if target is None else target.parameter
+
     def _target(self, pattern: str) -> Target | None:
         bare = [pattern, *(pattern.removeprefix(prefix) for prefix in self._strip if pattern.startswith(prefix))]
         names = (name for one in bare for name in (one, self._prefix + one))

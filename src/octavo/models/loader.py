@@ -324,6 +324,15 @@ def _stored(
     return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
 
 
+def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[StoredTensor]:
+    """What the checkpoint holds, to be looked at.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return _stored(config.model.path, gguf, None)[1]
+
+
 def _check_room(config: EngineConfig, needed: int) -> None:
     """Raises:
     ConfigError: weights of `needed` bytes do not fit into memory.
