@@ -282,6 +282,20 @@ def test_a_model_that_generates_can_be_run_for_pooling(tmp_path: Path) -> None:
         assert len(llm.embed("a man")[0].outputs.embedding) == 32
 
 
+def test_prompts_that_a_model_was_trained_with_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_pooling(tmp_path, "BertModel")
+    write_modules(tmp_path, "mean_tokens", normalize=True)
+    prompts = {"query": "search_query: ", "document": ""}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    with caplog.at_level("INFO", logger="octavo"), open_llm(tmp_path) as llm:
+        assert llm.embed("food")[0].prompt_token_ids == [2, 9, 3]
+    (told,) = [r.getMessage() for r in caplog.records if "in front of a text" in r.getMessage()]
+    assert "query 'search_query: '." in told
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": [1], "version": 3}))
+    with open_llm(tmp_path) as llm:
+        assert llm.embed("food")
+
+
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     save_pooling(tmp_path, "BertModel")
     with pytest.raises(UnsupportedModel, match="encoder"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -46,6 +46,8 @@ class PoolingSettings:
     config: PoolingConfig
     max_length: int | None
     """The longest prompt, in tokens, where the files say so."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """What the model's texts begin with, by what they are for: whoever sends a text puts it there."""
 
 
 def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | None:
@@ -118,7 +120,15 @@ def _sentence_transformer(folder: Path, modules: list[Any], positions: int | Non
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise CheckpointError(f"{folder / 'sentence_bert_config.json'}: max_seq_length must be a whole number from 1, got {length!r}.")
     lengths = [n for n in (length, positions) if n is not None]
-    return PoolingSettings(PoolingConfig(kinds, normalize, tuple(dense)), min(lengths, default=None))
+    return PoolingSettings(PoolingConfig(kinds, normalize, tuple(dense)), min(lengths, default=None), _prompts(folder))
+
+
+def _prompts(folder: Path) -> dict[str, str]:
+    """Those that sentence-transformers would put in front of a text when asked to."""
+    path = folder / "config_sentence_transformers.json"
+    stated = read_json_object(path).get("prompts") if path.is_file() else None
+    given = stated.items() if isinstance(stated, Mapping) else ()
+    return {str(name): text for name, text in given if isinstance(text, str) and text}
 
 
 def _inside(folder: Path, name: str) -> Path:
