@@ -186,6 +186,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4, "intermediate_size": 24},
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24, "rope.dimension_count": 4, "expert_gating_func": 2},
     ),
+    "qwen2-vl": ("qwen2vl", "qwen2", {}, {"rope.dimension_sections": [2, 1, 1, 0]}),
+    "qwen3-vl": ("qwen3vl", "qwen3", {}, {"rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 3}),
+    "qwen3-vl-moe": (
+        "qwen3vlmoe",
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16, "rope.dimension_sections": [4, 2, 2, 0]},
+    ),
     "exaone": ("exaone", "llama", {"tie_word_embeddings": True}, {"rope.dimension_count": 8}),
     "exaone4-1.2b": (
         "exaone4",
@@ -236,6 +244,28 @@ def logits_of(model: Any) -> torch.Tensor:
 def load_file(path: Path, **options: Any) -> Any:
     parsed = read_gguf(str(path))
     return load(path, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), **options)
+
+
+@pytest.mark.parametrize("name", ["glm-4.5", "minimax-m2", "exaone4-32b", "seed-oss", "ernie4.5", "bloom", "mpt-30b"])
+def test_greedy_tokens_through_the_engine(tmp_path: Path, name: str) -> None:
+    """Past windows and blocks, three prompts at once, with whatever kernels the engine chooses."""
+    from octavo import LLM, SamplingParams
+
+    arch, family, overrides, more = CASES[name]
+    model = tiny_model(family, **overrides)
+    write_model(tmp_path / "m.gguf", arch, metadata_of(model, arch, more), tensors_of(model, arch))
+    prompts = [IDS[:5], IDS, IDS[3:20]]
+    with LLM(
+        str(tmp_path / "m.gguf"), device="cpu", threads=1, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_batched_tokens=16,
+        max_num_seqs=4, dtype="float32", max_model_len=128,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        )
+    for ids, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            out = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
 
 
 def metadata_of(model: Any, arch: str, more: dict[str, Any]) -> dict[str, Any]:

@@ -364,6 +364,9 @@ class Architecture:
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture("LlamaForCausalLM", _llama),
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2vl": Architecture("Qwen2ForCausalLM"),
+    "qwen3vl": Architecture("Qwen3ForCausalLM"),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
@@ -402,7 +405,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "bert": Architecture("BertModel", _bert),
     "nomic-bert": Architecture("NomicBertModel", _nomic_bert),
 }
-"""GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window."""
+"""GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window; of the Qwen-VL models, which
+read images by a file of its own, this is the language model."""
 WHOLE_HEADS: Final = frozenset(
     {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
 )

@@ -65,7 +65,7 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), epsilon),
         "vocab_size": number("vocab_size", int, len(tokens) if isinstance(tokens, list) else None),
         "rope_parameters": _rope_parameters(source),
-        "attention_bias": arch == "qwen2" or biased,
+        "attention_bias": arch in ("qwen2", "qwen2vl") or biased,
         "tie_word_embeddings": tensors is not None and "output.weight" not in tensors,
     }
     if not config["intermediate_size"]:
