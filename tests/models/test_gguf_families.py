@@ -138,6 +138,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "rope.scaling.yarn_log_multiplier": 0.08,
         },
     ),
+    "glm-4.7-flash": (
+        "deepseek2",
+        "glm4_moe_lite",
+        {**LATENT, "routed_scaling_factor": 1.8},
+        {
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "attention.q_lora_rank": 12,
+            "expert_weights_scale": 1.8,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+        },
+    ),
     "gpt-oss": (
         "gpt-oss",
         "gpt_oss",

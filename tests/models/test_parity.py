@@ -135,6 +135,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}),
     "deepseek-v2-lite": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "deepseek-v3": ("deepseek_v3", LATENT),
+    "glm-4.7-flash": ("glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1}),
+    "glm-4.7-flash-listed": ("glm4_moe_lite", {**LATENT, "mlp_layer_types": ["sparse", "dense"]}),
     "deepseek-v2-biases": ("deepseek_v2", {**LATENT, "attention_bias": True}),
     "deepseek-v3-biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
     "deepseek-v3-no-q-rank": ("deepseek_v3", {**LATENT, "attention_bias": True, "q_lora_rank": None}),
