@@ -44,7 +44,7 @@ def test_an_architecture_that_only_transformers_has_is_offered_that_way(tmp_path
 def test_a_config_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     change_config(tmp_path, intermediate_size=64)
-    with pytest.raises(CheckpointError, match=r"mlp\.\w+_proj\.weight has the shape .* the config asks for"):
+    with pytest.raises(CheckpointError, match=r"mlp\.\w+_proj\.weight has the shape .* config.json asks for"):
         open_model(tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
 from octavo.config.types import EngineConfig
@@ -18,7 +19,7 @@ from octavo.models.fallback import TransformersModel
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import run
-from tests.support.tiny_models import config_for
+from tests.support.tiny_models import config_for, save_tiny
 
 IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(7)).tolist()
 SIZES: dict[str, Any] = {
@@ -51,6 +52,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # The mask alone tells of chunks, which are longer than the longest sequence here.
     "Llama4ForCausalLM": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
+    "Llama4ForCausalLM:tempered": {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64,
+        "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 20, "attn_scale": 3.0,
+    },
     # Keys are wider than values.
     "MiniCPM3ForCausalLM": {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
@@ -74,7 +79,7 @@ def through_transformers(folder: Path, **settings: Any) -> EngineConfig:
 
 
 def save(folder: Path, name: str) -> Any:
-    cls = getattr(transformers, name)
+    cls = getattr(transformers, name.partition(":")[0])
     config = cls.config_class(**(SIZES | MODELS[name]))
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -155,7 +160,7 @@ def test_what_does_not_fit_is_refused_before_it_is_built(tmp_path: Path) -> None
         ("WhisperForConditionalGeneration", "causal language models"),
         ("LlavaForConditionalGeneration", "reads images"),
         ("BertModel", "it is none"),
-        ("XGLMForCausalLM", "does not let its attention be swapped.*Octavo's own"),
+        ("XGLMForCausalLM", "does not let its attention be swapped.*Take another model.*Octavo's own"),
     ],
 )
 def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, says: str) -> None:
@@ -186,8 +191,9 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, name: str, 
 def test_attention_that_ours_is_not_is_refused(tmp_path: Path, name: str, more: dict[str, Any], says: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(MODELS, name, more)
     save(tmp_path, name)
-    with pytest.raises(UnsupportedModel, match=says):
+    with pytest.raises(UnsupportedModel, match=says) as caught:
         load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert ("Take another model" in str(caught.value)) != ("--max-model-len" in str(caught.value))  # it says what to do
 
 
 def test_what_keeps_more_than_keys_and_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +230,8 @@ def test_rotations_that_depend_on_the_length_are_those_of_the_longest_sequence(t
     torch.testing.assert_close(run(model, IDS, [20, 9, 1]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rotations_that_depend_on_their_company_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("longest", [32, 64])
+def test_rotations_that_depend_on_their_company_are_those_beside_the_last_position(tmp_path: Path, longest: int) -> None:
     """Phi-3.5-MoE's in transformers: of a step with one long sequence, all are scaled as long ones."""
     rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
     rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0], "short_mscale": 1.1, "long_mscale": 1.3}
@@ -233,12 +240,26 @@ def test_rotations_that_depend_on_their_company_are_refused(tmp_path: Path) -> N
     torch.manual_seed(0)
     reference = transformers.PhimoeForCausalLM(config).eval()
     reference.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"depend on the longest sequence .*--max-model-len 32"):
-        load_model(config_for(tmp_path, max_model_len=64), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
-    model = load_model(config_for(tmp_path, max_model_len=32), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    model = load_model(config_for(tmp_path, max_model_len=longest), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     with torch.inference_mode():
-        expected = reference(torch.tensor([IDS])).logits[0]
+        expected = reference(torch.tensor([IDS + [5] * (longest - len(IDS))])).logits[0, : len(IDS)]
     torch.testing.assert_close(run(model, IDS, [20, 9, 1]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rotations_that_depend_on_more_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "SeedOssForCausalLM")
+    rotary = transformers.models.seed_oss.modeling_seed_oss.SeedOssRotaryEmbedding
+    inner = rotary.forward
+
+    def by_count(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return tuple(part * position_ids.shape[-1] for part in inner(self, x, position_ids))
+
+    monkeypatch.setattr(rotary, "forward", by_count)
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"rope_parameters": scaled}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="depend on the longest sequence that is computed at the same time"):
+        load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
 
 
 def test_surplus_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +268,63 @@ def test_surplus_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
     assert any("have no place" in r.message and "layers.1" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, name: str) -> None:
+    save(tmp_path, "HeliumForCausalLM")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds NaN"):
+        load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+class Evil:
+    def __reduce__(self) -> object:
+        return print, ("run",)
+
+
+def test_pickles_with_code_are_refused_in_our_own_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save(tmp_path, "HeliumForCausalLM")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**model.state_dict(), "more": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin holds more than tensors.*nothing of it was run") as caught:
+        load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert "trust" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    assert "run" not in capsys.readouterr().out
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    loaded = load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(loaded, IDS), model(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_checkpoint_of_a_wrapped_model_is_told_as_such(tmp_path: Path) -> None:
+    save(tmp_path, "HeliumForCausalLM")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({f"module.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"a wrapped model was saved: names begin with module\."):
+        load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "may"),
+    [
+        ("mpt", {"attn_config": {"alibi": False}}, False),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, False),
+        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 100.0}}, True),
+    ],
+)
+def test_transformers_is_offered_only_where_it_may_help(tmp_path: Path, family: str, changes: dict[str, Any], may: bool) -> None:
+    save_tiny(tmp_path, family)
+    settings = config_for(tmp_path, hf_config=json.loads((tmp_path / "config.json").read_text()) | changes)
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(settings, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    assert ("--model-impl transformers" in str(caught.value)) == may
+    if not may:
+        with pytest.raises(UnsupportedModel, match="code of its own for it: leave --model-impl at auto"):
+            load_model(through_transformers(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
 
 
 def test_a_broken_file_is_one_sentence(tmp_path: Path) -> None:

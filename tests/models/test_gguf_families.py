@@ -11,16 +11,28 @@ import pytest
 import torch
 from safetensors.torch import load_file as load_safetensors
 
-from octavo.checkpoint.gguf_config import _ARCHITECTURES, gguf_hf_config
+from octavo.checkpoint.gguf_architectures import ARCHITECTURES
+from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, UnsupportedModel
 from tests.models.contiguous import load, run
-from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, WINDOWED, YARN
+from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, SIGMOID, WINDOWED, YARN
 from tests.support.gguf_models import sizes, tensors_of, write_model
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_pooling import save_pooling
 
 IDS = list(range(5, 35))
+
+PATTERN = {"sliding_window": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
+SIGMOID_METADATA = {
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 16,
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+}
 
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, {"expert_count": 4, "expert_used_count": 2}),
@@ -126,6 +138,21 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "rope.scaling.yarn_log_multiplier": 0.08,
         },
     ),
+    "glm-4.7-flash": (
+        "deepseek2",
+        "glm4_moe_lite",
+        {**LATENT, "routed_scaling_factor": 1.8},
+        {
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 2,
+            "attention.q_lora_rank": 12,
+            "expert_weights_scale": 1.8,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+        },
+    ),
     "gpt-oss": (
         "gpt-oss",
         "gpt_oss",
@@ -141,6 +168,72 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "arcee": ("arcee", "arcee", {}, {}),
     "nemotron": ("nemotron", "nemotron", {}, {"rope.dimension_count": 4}),
     "glm4": ("glm4", "glm4", {"attention_bias": True}, {"rope.dimension_count": 4}),
+    "glm-4.5": (
+        "glm4moe",
+        "glm4_moe",
+        {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+        {**SIGMOID_METADATA, "rope.dimension_count": 4, "expert_weights_scale": 2.5},
+    ),
+    "glm-4.5-air": (
+        "glm4moe",
+        "glm4_moe",
+        {**SIGMOID, "num_attention_heads": 8, "n_group": 2},
+        {
+            **SIGMOID_METADATA,
+            "rope.dimension_count": 4,
+            "expert_group_count": 2,
+        },
+    ),
+    "dots": (
+        "dots1",
+        "dots1",
+        {**SIGMOID, "num_hidden_layers": 3, "routed_scaling_factor": 1.5, "sliding_window": None},
+        {
+            **SIGMOID_METADATA,
+            "expert_weights_scale": 1.5,
+            "expert_weights_norm": False,
+            "leading_dense_block_count": 1,
+        },
+    ),
+    "minimax-m2": (
+        "minimax-m2",
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4, "intermediate_size": 24},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24, "rope.dimension_count": 4, "expert_gating_func": 2},
+    ),
+    "qwen2-vl": ("qwen2vl", "qwen2", {}, {"rope.dimension_sections": [2, 1, 1, 0]}),
+    "qwen3-vl": ("qwen3vl", "qwen3", {}, {"rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 3}),
+    "qwen3-vl-moe": (
+        "qwen3vlmoe",
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": True, "head_dim": 16},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16, "rope.dimension_sections": [4, 2, 2, 0]},
+    ),
+    "exaone": ("exaone", "llama", {"tie_word_embeddings": True}, {"rope.dimension_count": 8}),
+    "exaone4-1.2b": (
+        "exaone4",
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+        {},
+    ),
+    "exaone4-32b": (
+        "exaone4",
+        "exaone4",
+        {"num_hidden_layers": 4, **PATTERN},
+        {"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, False, True]},
+    ),
+    "seed-oss": ("seed_oss", "seed_oss", {"attention_bias": True, "head_dim": 16}, {}),
+    "ernie4.5": ("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}, {}),
+    "ernie4.5-biases": ("ernie4_5", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}, {}),
+    "bloom": ("bloom", "bloom", {}, {"feed_forward_length": 128}),
+    "bloom-six-heads": ("bloom", "bloom", {"num_attention_heads": 6, "hidden_size": 48}, {"feed_forward_length": 192}),
+    "mpt": ("mpt", "mpt", {}, {"feed_forward_length": 128, "attention.max_alibi_bias": 8.0}),
+    "mpt-30b": (
+        "mpt",
+        "mpt",
+        {"hidden_size": 48, "num_attention_heads": 6, "attn_config": {"clip_qkv": 0.5}},
+        {"feed_forward_length": 192, "attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.5},
+    ),
 }
 """Architecture of the file, family, what its config has, what the metadata have."""
 LATENT_METADATA = {
@@ -168,6 +261,28 @@ def load_file(path: Path, **options: Any) -> Any:
     return load(path, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), **options)
 
 
+@pytest.mark.parametrize("name", ["glm-4.5", "minimax-m2", "exaone4-32b", "seed-oss", "ernie4.5", "bloom", "mpt-30b"])
+def test_greedy_tokens_through_the_engine(tmp_path: Path, name: str) -> None:
+    """Past windows and blocks, three prompts at once, with whatever kernels the engine chooses."""
+    from octavo import LLM, SamplingParams
+
+    arch, family, overrides, more = CASES[name]
+    model = tiny_model(family, **overrides)
+    write_model(tmp_path / "m.gguf", arch, metadata_of(model, arch, more), tensors_of(model, arch))
+    prompts = [IDS[:5], IDS, IDS[3:20]]
+    with LLM(
+        str(tmp_path / "m.gguf"), device="cpu", threads=1, skip_tokenizer_init=True, num_gpu_blocks_override=64, max_num_batched_tokens=16,
+        max_num_seqs=4, dtype="float32", max_model_len=128,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        )
+    for ids, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            out = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert output.outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
 def metadata_of(model: Any, arch: str, more: dict[str, Any]) -> dict[str, Any]:
     return {**sizes(model.config), **(LATENT_METADATA if arch == "deepseek2" else {}), **more}
 
@@ -182,9 +297,45 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(run(load_file(tmp_path / "m.gguf"), IDS), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """GLM-4.5's files count them among their layers."""
+    arch, family, overrides, more = CASES["glm-4.5"]
+    model = tiny_model(family, **overrides)
+    tensors, metadata = tensors_of(model, arch), metadata_of(model, arch, more)
+    guessing = {name.replace("blk.1.", "blk.2."): value for name, value in tensors.items() if name.startswith("blk.1.")}
+    guessing["blk.2.nextn.eh_proj.weight"] = tensors["token_embd.weight"]
+    write_model(tmp_path / "m.gguf", arch, {**metadata, "block_count": 3, "nextn_predict_layers": 1}, tensors | guessing)
+    torch.testing.assert_close(run(load_file(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+    write_model(tmp_path / "none.gguf", arch, {**metadata, "block_count": 2, "nextn_predict_layers": 2}, tensors)
+    with pytest.raises(CheckpointError, match="nextn_predict_layers"):
+        load_file(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [({"attention.max_alibi_bias": 0.0}, "alibi false is not supported"), ({"feed_forward_length": 100}, "multiple of embedding_length")],
+)
+def test_mpt_files_that_do_not_run(tmp_path: Path, metadata: dict[str, Any], says: str) -> None:
+    model = tiny_model("mpt")
+    sound = metadata_of(model, "mpt", {"feed_forward_length": 128, "attention.max_alibi_bias": 8.0})
+    write_model(tmp_path / "m.gguf", "mpt", sound | metadata, tensors_of(model, "mpt"))
+    with pytest.raises((CheckpointError, UnsupportedModel), match=says) as caught:
+        load_file(tmp_path / "m.gguf")
+    assert "transformers" not in str(caught.value)
+
+
+def test_a_pattern_of_windows_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    arch, family, overrides, more = CASES["exaone4-32b"]
+    model = tiny_model(family, **overrides)
+    metadata = metadata_of(model, arch, {**more, "attention.sliding_window_pattern": [True, True]})
+    write_model(tmp_path / "m.gguf", arch, metadata, tensors_of(model, arch))
+    with pytest.raises(CheckpointError, match="sliding_window_pattern must have 4 entries"):
+        load_file(tmp_path / "m.gguf")
+
+
 def test_every_architecture_has_a_case() -> None:
     elsewhere = {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "bert", "nomic-bert", "gemma-embedding"}
-    assert {arch for arch, *_ in CASES.values()} | elsewhere == set(_ARCHITECTURES)
+    assert {arch for arch, *_ in CASES.values()} | elsewhere == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("old", [True, False])

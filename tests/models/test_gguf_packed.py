@@ -132,6 +132,91 @@ def gguf_config(path: Path) -> dict[str, Any]:
     return gguf_hf_config(parsed.metadata, parsed.tensors)
 
 
+NEWER = pytest.mark.skipif("NVFP4" not in gguf.GGMLQuantizationType.__members__, reason="the gguf package is too old for it")
+WRITTEN = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
+"""What the gguf package can write."""
+REST = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", pytest.param("NVFP4", marks=NEWER)]
+"""What it can read besides, and nobody here has kernels for."""
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu", "native"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_type_that_the_gguf_package_writes(name: str, ops: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    model = tiny_model("llama", **SIZES)
+    tensors, metadata = tensors_of(model, "llama"), metadata_of(model, "llama", {"rope.dimension_count": 64})
+    write_model(tmp_path / "packed.gguf", "llama", metadata, tensors, name)
+    plain = {n: v if v.ndim == 1 else gguf.quants.dequantize(gguf.quants.quantize(v, kind), kind) for n, v in tensors.items()}
+    write_model(tmp_path / "plain.gguf", "llama", metadata, plain)
+    expected = run(load_file(tmp_path / "plain.gguf"), IDS)
+    found = run(load_file(tmp_path / "packed.gguf", ops=ops), IDS)
+    assert distance(found, expected) < (2e-3 if ops == "native" and name == "Q5_1" else 1e-5)  # which has scales in float16 there
+
+
+@pytest.mark.parametrize("ops", ["reference", "cpu", "native"])
+@pytest.mark.parametrize("name", REST)
+def test_types_without_kernels(name: str, ops: str, tmp_path: Path) -> None:
+    packed, plain = packed_and_plain(tmp_path, lambda _: name)
+    expected = run(load_file(plain), IDS)
+    assert 0.1 < float(expected.std()) < 100
+    assert distance(run(load_file(packed, ops=ops), IDS), expected) < (3e-3 if ops == "native" else 1e-5)
+
+
+@NEWER
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_scales_beside_blocks_with_scales_of_eight_bits(family: str, tmp_path: Path) -> None:
+    """NVFP4's: one number a matrix, of experts as many, and one for inputs, which stay as they are."""
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
+    packed, plain = packed_and_plain(tmp_path, lambda _: "NVFP4", family, **more)
+    name = "blk.1.ffn_up_exps" if family == "mixtral" else "blk.1.ffn_up"
+    outer = np.array([2.0, 0.5, 3.0, 0.25] if family == "mixtral" else [2.0], np.float32)
+
+    def rewritten(path: Path, change: Callable[[dict[str, Array]], None], file: Path) -> None:
+        reader = gguf.GGUFReader(path)
+        tensors = {t.name: np.array(t.data) for t in reader.tensors}
+        kinds = {t.name: t.tensor_type for t in reader.tensors}
+        change(tensors)
+        arch = "llama"
+        metadata = {k: v.contents() for k, v in reader.fields.items() if k.startswith("llama.")}
+        writer = gguf.GGUFWriter(file, arch)
+        for key, value in metadata.items():
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+        for one, value in tensors.items():
+            writer.add_tensor(one, value, raw_dtype=kinds.get(one))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def scaled(tensors: dict[str, Array]) -> None:
+        value = tensors[f"{name}.weight"]
+        tensors[f"{name}.weight"] = (value * outer.reshape(-1, *[1] * (value.ndim - 1))).astype(np.float32)
+
+    rewritten(plain, scaled, tmp_path / "scaled.gguf")
+    sidecars = {f"{name}.scale": outer, f"{name}.input_scale": np.ones_like(outer)}
+    rewritten(packed, lambda t: t.update(sidecars), tmp_path / "with.gguf")
+    expected = run(load_file(tmp_path / "scaled.gguf"), IDS)
+    assert distance(expected, run(load_file(plain), IDS)) > 0.01
+    for ops in ("cpu", "native"):
+        assert distance(run(load_file(tmp_path / "with.gguf", ops=ops), IDS), expected) < 3e-3
+    for wrong, says in ((np.array([np.nan], np.float32), "greater than 0"), (np.ones(3, np.float32), "has 3 scales")):
+        rewritten(packed, lambda t, wrong=wrong: t.update({f"{name}.scale": wrong}), tmp_path / "wrong.gguf")  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match=says):
+            load_file(tmp_path / "wrong.gguf")
+
+
+@NEWER
+@pytest.mark.parametrize("ops", ["cpu", "native"])
+def test_a_type_that_nobody_unpacks_is_named(ops: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", **SIZES)
+    tensors, metadata = tensors_of(model, "llama"), metadata_of(model, "llama", {"rope.dimension_count": 64})
+    name = "blk.0.ffn_up.weight"
+    raw = np.zeros((512, 36), np.uint8), gguf.GGMLQuantizationType.Q1_0
+    write_packed(tmp_path / "m.gguf", "llama", metadata, tensors, {name: raw})
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_up\.weight has type Q1_0, which cannot be read"):
+        load_file(tmp_path / "m.gguf", ops=ops)
+
+
 def test_what_it_takes_is_known_before(tmp_path: Path) -> None:
     packed, _ = packed_and_plain(tmp_path, lambda tensor: "Q6_K" if "attn_v" in tensor else "Q4_K")
     model = load_file(packed, ops="reference")
@@ -141,14 +226,17 @@ def test_what_it_takes_is_known_before(tmp_path: Path) -> None:
         load_file(packed, ops="reference", total_bytes=little)
 
 
-def test_scales_that_are_no_numbers_are_named(tmp_path: Path) -> None:
-    packed, _ = packed_and_plain(tmp_path, lambda _: "Q4_K")
+@pytest.mark.parametrize(
+    ("name", "ops"), [("Q4_K", "reference"), ("Q4_K", "cpu"), ("Q4_K", "native"), ("IQ3_S", "cpu"), ("IQ3_S", "native")]
+)
+def test_scales_that_are_no_numbers_are_named(name: str, ops: str, tmp_path: Path) -> None:
+    packed, _ = packed_and_plain(tmp_path, lambda _: name)
     (found,) = (t for t in gguf.GGUFReader(packed).tensors if t.name == "blk.1.ffn_up.weight")
     data = bytearray(packed.read_bytes())
     data[int(found.data_offset) : int(found.data_offset) + 2] = np.float16("nan").tobytes()
     packed.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight holds scales that are NaN or infinite"):
-        load_file(packed, ops="reference")
+        load_file(packed, ops=ops)
 
 
 def test_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:

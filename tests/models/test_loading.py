@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from safetensors.torch import load_file, save_file
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
+from octavo.models.assembly import Assembly
 from octavo.models.loader import load_model
 from octavo.models.registry import model_spec
 from octavo.ops.registry import load_ops
+from octavo.weights.parallel_read import ParallelReader
+from octavo.weights.safetensors import open_safetensors
 from tests.models.contiguous import load, run
 from tests.support.tiny_models import config_for, save_tiny, tiny_model
 
@@ -62,7 +66,7 @@ def test_layers_beyond_the_config_are_surplus(tiny: Path) -> None:
 
 def test_wrong_shape_is_named(tiny: Path) -> None:
     rewrite(tiny, lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(32, 48)}))
-    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight has the shape \[32, 48\], the config asks for \[48, 32\]"):
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight has the shape \[32, 48\], config.json asks for \[48, 32\]"):
         load(tiny)
 
 
@@ -90,6 +94,37 @@ def test_a_head_that_is_not_the_embedding_though_the_config_says_so(tmp_path: Pa
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.randn(128, 32)}))
     with pytest.raises(CheckpointError, match="tie_word_embeddings"):
         load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load(tmp_path)
+    torch.save({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "pytorch_model.bin")
+    load(tmp_path)
+
+
+def test_two_of_one_matrix_are_compared_before_they_go_to_another_device(tmp_path: Path) -> None:
+    """To a GPU they go through readers of their own; the first rows are read here all the same."""
+    save_tiny(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": torch.randn(128, 32)}))
+    spec, family = model_spec(json.loads((tmp_path / "config.json").read_text()))
+    assembly = Assembly(spec, family.weights, replace(load_ops("reference"), decoder=None), torch.float32, torch.device("meta"))
+    with ParallelReader(torch.device("meta")) as reader, pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        for stored in open_safetensors(str(tmp_path / "model.safetensors"), reader):
+            if "embed" in stored.name or "lm_head" in stored.name:
+                assembly.add(stored)
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_what_wrappers_put_in_front_of_names_is_taken_off(tmp_path: Path, wrapper: str, pickled: bool) -> None:
+    save_tiny(tmp_path, "llama")
+    expected = run(load(tmp_path), IDS)
+    rewrite(tmp_path, lambda t: [t.update({wrapper + name: t.pop(name)}) for name in list(t)])
+    if pickled:
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    assert torch.equal(run(load(tmp_path), IDS), expected)
 
 
 def test_fused_tensors_equal_split_ones(tmp_path: Path) -> None:
@@ -125,7 +160,7 @@ def test_nan_in_the_config(tiny: Path, key: str) -> None:
 
 def test_weights_that_belong_to_another_config(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text()) | {"hidden_size": 64}
-    with pytest.raises(CheckpointError, match="the config asks for"):
+    with pytest.raises(CheckpointError, match=r"config\.json asks for"):
         load(tiny, hf_config=config)
 
 
@@ -355,8 +390,9 @@ def test_folder_with_one_gguf(tmp_path: Path) -> None:
 def test_gguf_of_another_architecture_than_its_config(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", tiny_model("qwen3"), "qwen3")
     config = tiny_model("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: tensor.*and the file's metadata do not belong together") as caught:
         load(tmp_path / "m.gguf", hf_config=config)
+    assert "config" not in str(caught.value).partition("with this config")[2]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import octavo
 from octavo import LLM, PoolingParams, SamplingParams
-from octavo.errors import CheckpointError, InvalidRequest, UnsupportedModel
+from octavo.errors import CheckpointError, InvalidRequest, OctavoError, UnsupportedModel
 from octavo.models.encoder import relative_buckets
 from octavo.weights.safetensors import open_safetensors
-from tests.support.tiny_pooling import save_pooling, write_modules
+from tests.support.tiny_models import save_tiny
+from tests.support.tiny_pooling import save_pooling, write_modules, write_tokenizer
 
 TEXTS = ["a man is eating food", "the cat runs", "the stock market fell today the dog is slow a man runs fast", "bread"]
 
@@ -221,6 +222,47 @@ def test_scores_of_pairs_equal_transformers(tmp_path: Path, activation: str | No
             assert output.outputs.score == pytest.approx(float(expected if activation else expected.sigmoid()), abs=1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pickled", [True, False])
+def test_a_language_model_scores_by_its_answers(tmp_path: Path, tied: bool, pickled: bool) -> None:
+    """As Qwen3's rerankers are published: sigmoid(yes - no) of the next token."""
+    write_tokenizer(tmp_path)
+    model = save_tiny(tmp_path, "qwen3", vocab_size=21, tie_word_embeddings=tied)
+    if pickled:
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["slow", "fast"]}
+    no, yes = (json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"][word] for word in ("slow", "fast"))
+    for more in ({"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}, {}):
+        with open_llm(tmp_path, hf_overrides=overrides | more) as llm:
+            output = llm.score("a man", "is eating")[0]
+        with torch.inference_mode():
+            logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        assert output.outputs.score == pytest.approx(float(logits[[no, yes]].softmax(0)[1]), abs=1e-5)
+    with open_llm(tmp_path, hf_overrides=overrides | {"classifier_from_token": ["cat", "dog", "fast"]}) as llm:
+        output = llm.classify("a man")[0]
+        ids = torch.tensor([output.prompt_token_ids])
+    with torch.inference_mode():
+        logits = model(ids).logits[0, -1, [16, 17, 19]]
+    assert output.outputs.probs == pytest.approx(logits.softmax(0).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"classifier_from_token": "yes"}, "must be a list of tokens"),
+        ({"classifier_from_token": ["yes"]}, "has no token 'yes'"),
+        ({"classifier_from_token": ["a", "man", "is"], "method": "from_2_way_softmax"}, "takes two tokens"),
+        ({"classifier_from_token": ["a", "man"], "method": "guess"}, "'guess' is not supported"),
+    ],
+)
+def test_answers_that_there_are_not(tmp_path: Path, entries: dict[str, Any], says: str) -> None:
+    write_tokenizer(tmp_path)
+    save_tiny(tmp_path, "qwen3", vocab_size=21)
+    with pytest.raises(OctavoError, match=says):
+        open_llm(tmp_path, hf_overrides={"architectures": ["Qwen3ForSequenceClassification"], **entries})
+
+
 def test_scores_of_embeddings_are_cosines(tmp_path: Path) -> None:
     save_pooling(tmp_path, "BertModel")
     with open_llm(tmp_path) as llm:
@@ -240,6 +282,20 @@ def test_a_model_that_generates_can_be_run_for_pooling(tmp_path: Path) -> None:
         assert len(llm.embed("a man")[0].outputs.embedding) == 32
 
 
+def test_prompts_that_a_model_was_trained_with_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_pooling(tmp_path, "BertModel")
+    write_modules(tmp_path, "mean_tokens", normalize=True)
+    prompts = {"query": "search_query: ", "document": ""}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    with caplog.at_level("INFO", logger="octavo"), open_llm(tmp_path) as llm:
+        assert llm.embed("food")[0].prompt_token_ids == [2, 9, 3]
+    (told,) = [r.getMessage() for r in caplog.records if "in front of a text" in r.getMessage()]
+    assert "query 'search_query: '." in told
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": [1], "version": 3}))
+    with open_llm(tmp_path) as llm:
+        assert llm.embed("food")
+
+
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     save_pooling(tmp_path, "BertModel")
     with pytest.raises(UnsupportedModel, match="encoder"):
@@ -250,6 +306,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         open_llm(tmp_path)
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "median"}))
     with pytest.raises(UnsupportedModel, match=r"'median' is not supported.*weightedmean"):
+        open_llm(tmp_path)
+    none = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": False, "pooling_mode_max_tokens": False}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **none}))
+    with pytest.raises(UnsupportedModel, match="chooses no pooling"):
         open_llm(tmp_path)
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../.."}]))
     with pytest.raises(CheckpointError, match="only folders inside"):

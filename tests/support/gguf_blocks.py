@@ -38,6 +38,11 @@ _WORTH = {
     "Q8_0": 8e-4,
     "Q5_0": 5e-3,
     "Q5_1": 5e-3,
+    "IQ3_XXS": 1e-3,
+    "IQ3_S": 1e-3,
+    "IQ2_XXS": 2e-3,
+    "IQ2_XS": 2e-3,
+    "IQ2_S": 2e-3,
 }
 """Of a code, in `small_blocks`; 0.01 for others."""
 
@@ -53,6 +58,11 @@ def small_blocks(name: str, rows: int, columns: int, seed: int) -> npt.NDArray[n
 
     if name == "MXFP4":
         raw[..., 0] = 122
+    elif name == "NVFP4":
+        raw[..., :4] = 0x10 + raw[..., :4] % 8
+    elif name == "IQ1_M":  # its number lies in the upper halves of four bytes
+        for i, nibble in enumerate(f"{int(np.float16(worth).view(np.uint16)):04x}"[::-1]):
+            raw[..., 49 + 2 * i] = (raw[..., 49 + 2 * i] & 15) | (int(nibble, 16) << 4)
     elif name in _HALVES:
         for place in _HALVES[name]:
             raw[..., place : place + 2] = half(worth)

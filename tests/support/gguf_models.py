@@ -66,6 +66,8 @@ def _name(table: Any, name: str, arch: str) -> str:
         return f"blk.{match[2]}.ffn_{role}.{match[3]}.{kind}"
     if "e_score_correction_bias" in name:
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    if arch == "bloom":
+        stem = stem.removeprefix("transformer.")
     found = table.get_name(stem.replace("block_sparse_moe.router", "block_sparse_moe.router.layer") if arch == "granitemoe" else stem)
     assert found is not None, f"{arch}: {name} has no name"
     return f"{found}.{kind}"
@@ -100,7 +102,7 @@ def _arranged(target: str, value: Array, config: Any, arch: str) -> Array:
         return halves_in_turns(value, heads if match[1] == "q" else kv_heads)
     if arch == "gpt2" and re.search(r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", target):
         return value.T
-    if arch == "gptneox" and "attn_qkv" in target:
+    if arch in ("gptneox", "bloom") and "attn_qkv" in target:
         return split_groups(value, heads, heads)
     if arch == "falcon" and "attn_qkv" in target:
         return split_groups(value, heads, config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads)

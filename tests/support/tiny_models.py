@@ -37,6 +37,7 @@ FAMILIES: dict[str, str] = {
     "glm": "Glm",
     "glm4": "Glm4",
     "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
     "gpt2": "GPT2:GPT2LMHead",
     "gpt_neox": "GPTNeoX",
     "gpt_oss": "GptOss",
@@ -90,6 +91,7 @@ _ABSENT = {
     ("gpt_neox", "head_dim"),
     ("deepseek_v2", "head_dim"),
     ("deepseek_v3", "head_dim"),
+    ("glm4_moe_lite", "head_dim"),
 }
 """Sizes that a family's config takes from others."""
 

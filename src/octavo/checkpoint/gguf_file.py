@@ -52,6 +52,8 @@ GGML_TYPES: Final[Mapping[int, tuple[str, int, int]]] = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
 """Type id -> (name, values in a block, bytes of a block)."""
 
@@ -207,7 +209,7 @@ def read_gguf(path: str) -> GgufFile:
         except OSError as e:
             raise CheckpointError(f"{path}: cannot be read as a GGUF file: {e}") from None
         if not data:
-            raise CheckpointError(f"{path}: cannot be read as a GGUF file: it is empty.")
+            raise CheckpointError(f"{path}: cannot be read as a GGUF file: it is empty. Download it again.")
         try:
             return _parse(_Cursor(data, size if len(data) == min(wanted, size) else len(data), path))
         except _MoreNeeded:

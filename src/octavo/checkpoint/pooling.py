@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -46,6 +46,8 @@ class PoolingSettings:
     config: PoolingConfig
     max_length: int | None
     """The longest prompt, in tokens, where the files say so."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """What the model's texts begin with, by what they are for: whoever sends a text puts it there."""
 
 
 def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | None:
@@ -70,7 +72,9 @@ def pooling_settings(checkpoint: Checkpoint, runner: str) -> PoolingSettings | N
     if runner == "auto" and not (encoder or modules or bare or stated or architecture.endswith(_CLASSIFIER)):
         return None
     if architecture.endswith(_CLASSIFIER):
-        return PoolingSettings(_classifier(config, encoder), _positions(config, encoder))
+        answers = config.get("classifier_from_token")
+        classifier = _classifier(config, encoder) if answers is None else _answering(config, answers, checkpoint)
+        return PoolingSettings(classifier, _positions(config, encoder))
     if modules is None:
         kind: Any = stated or ("mean" if encoder else "last")
         return PoolingSettings(PoolingConfig((kind,), normalize=True), _positions(config, encoder))
@@ -116,7 +120,15 @@ def _sentence_transformer(folder: Path, modules: list[Any], positions: int | Non
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise CheckpointError(f"{folder / 'sentence_bert_config.json'}: max_seq_length must be a whole number from 1, got {length!r}.")
     lengths = [n for n in (length, positions) if n is not None]
-    return PoolingSettings(PoolingConfig(kinds, normalize, tuple(dense)), min(lengths, default=None))
+    return PoolingSettings(PoolingConfig(kinds, normalize, tuple(dense)), min(lengths, default=None), _prompts(folder))
+
+
+def _prompts(folder: Path) -> dict[str, str]:
+    """Those that sentence-transformers would put in front of a text when asked to."""
+    path = folder / "config_sentence_transformers.json"
+    stated = read_json_object(path).get("prompts") if path.is_file() else None
+    given = stated.items() if isinstance(stated, Mapping) else ()
+    return {str(name): text for name, text in given if isinstance(text, str) and text}
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -136,6 +148,8 @@ def _pooling_kinds(path: Path) -> tuple[PoolingKind, ...]:
     flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if not set(flags) <= set(_FLAGS):
         raise UnsupportedModel(f"{path} must choose of {', '.join(_FLAGS)}; it chooses {', '.join(flags)}.")
+    if not flags and config.get("pooling_mode_mean_tokens") is False:
+        raise UnsupportedModel(f"{path} chooses no pooling: all of its pooling_mode_... are false. Set one of {', '.join(_FLAGS)} to true.")
     named = {_FLAGS[key] for key in flags} or {"mean"}
     return tuple(kind for mode, kind in _MODES.items() if mode in named)
 
@@ -171,6 +185,46 @@ def _classifier(config: Mapping[str, Any], encoder: bool) -> PoolingConfig:
     if encoder and config.get("classifier_pooling") == "mean":
         pooled = "mean"
     return PoolingConfig((pooled,), normalize=False, labels=names, activation=kind)
+
+
+def _answering(config: Mapping[str, Any], answers: Any, checkpoint: Checkpoint) -> PoolingConfig:
+    """A language model that scores by how likely an answer is: the override `classifier_from_token` names the tokens, `method` says what
+    becomes of them, and `is_original_qwen3_reranker` stands for the method of two.
+
+    Raises:
+        UnsupportedModel, CheckpointError: entries that do not say that, or tokens that the vocabulary does not have.
+    """
+    if not isinstance(answers, list) or not answers or not all(isinstance(token, str) for token in answers):
+        raise CheckpointError(f'classifier_from_token must be a list of tokens (["no", "yes"]), got {answers!r}.')
+    two_ways, each = "from_2_way_softmax", "no_post_processing"
+    method = config.get("method") or (two_ways if config.get("is_original_qwen3_reranker") or len(answers) == 2 else each)
+    if method not in (two_ways, each) or (method == two_ways and len(answers) != 2):
+        raise UnsupportedModel(
+            f"classifier_from_token {answers} with method {method!r} is not supported: {two_ways} takes two tokens (no and yes), {each} any."
+        )
+    if checkpoint.format == "gguf":
+        raise UnsupportedModel("classifier_from_token is not supported for GGUF files. Take the safetensors.")
+    path = checkpoint.folder / "tokenizer.json"
+    vocabulary = _vocabulary(path)
+    if missing := [token for token in answers if token not in vocabulary]:
+        raise CheckpointError(f"classifier_from_token: {path} has no token {missing[0]!r}.")
+    labels = ("LABEL_0",) if method == two_ways else tuple(answers)
+    activation: Literal["sigmoid", "softmax"] = "sigmoid" if len(labels) == 1 else "softmax"
+    ids = tuple(vocabulary[token] for token in answers)
+    return PoolingConfig(("last",), normalize=False, labels=labels, activation=activation, answers=ids)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Token -> id, of a tokenizer.json."""
+    written = read_json_object(path)
+    model = written.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    known = {str(token): i for token, i in vocab.items() if isinstance(i, int)} if isinstance(vocab, Mapping) else {}
+    added = written.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, Mapping) and isinstance(token.get("content"), str) and isinstance(token.get("id"), int):
+            known[token["content"]] = token["id"]
+    return known
 
 
 def _positions(config: Mapping[str, Any], encoder: bool) -> int | None:

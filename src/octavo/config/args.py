@@ -126,7 +126,7 @@ class EngineArgs:
     kv_cache_dtype: str = setting(
         "auto",
         "KV cache element type. fp8 (the same as fp8_e4m3) halves the cache on NVIDIA GPUs from compute capability 8.9 on. "
-        "auto: the model's, on a CPU with native kernels float16.",
+        "auto: the model's; on a CPU with native kernels float16, but for --dtype float32.",
         group="cache",
         choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
     )

@@ -410,8 +410,9 @@ def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> Ca
         return "float8_e4m3fn"
     if asked != "auto":
         return _DTYPES[asked]
-    # Reading the cache bounds decoding on a CPU, and the compiled kernels convert while they read.
-    return "float16" if device.native_kernels else model.dtype
+    # Reading the cache bounds decoding on a CPU, and the compiled kernels convert while they read. Who asks for float32 wants its numbers:
+    # rounded keys can change which experts a router takes.
+    return "float16" if device.native_kernels and args.dtype == "auto" else model.dtype
 
 
 def _attention(args: EngineArgs, device: DeviceInfo, warnings: list[str]) -> AttentionName:

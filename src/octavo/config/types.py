@@ -62,6 +62,9 @@ class PoolingConfig:
     """Names of the classes of a model with a classification head; empty: it makes embeddings."""
     activation: Literal["softmax", "sigmoid", "identity"] = "identity"
     """Of the classification head."""
+    answers: tuple[int, ...] = ()
+    """Tokens whose rows of the language model's head are the classification head: one for each class; of two with one class, the second's
+    less the first's (a reranker's no and yes). Empty: the checkpoint has a head for classes."""
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,14 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
     defaults = default_sampling_params(checkpoint, args)
     for warning in config.warnings:
         logger.warning("%s", warning)
+    if pooling is not None and pooling.prompts:
+        shown = ", ".join(f"{name} {text!r}" for name, text in list(pooling.prompts.items())[:4])
+        logger.info(
+            "%s was trained with a prompt in front of a text, by what it is for: %s%s. Texts are embedded as they are sent: put it there.",
+            checkpoint.name,
+            shown,
+            ", ..." if len(pooling.prompts) > 4 else "",
+        )
     if defaults:
         shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("Sampling defaults of the model, where a request says nothing: %s (--generation-config none turns them off)", shown)

@@ -43,6 +43,8 @@ _IGNORED = re.compile(
     r"rotary_emb\.(\w+_)?(inv_freq|cos_cached|sin_cached)$|\.masked_bias$|\.(attn|attention)\.bias$|embeddings\.position_ids$"
 )
 """Buffers that older exporters saved; they follow from the config."""
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
+"""What stands in front of every name where a wrapped model was saved: by data parallelism, or by a compiler."""
 _KV_SCALE = re.compile(r"\.layers\.(\d{1,6})\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)$")
 """What a float8 KV cache was calibrated with; exporters differ in where they put it."""
 
@@ -63,6 +65,7 @@ class Assembly:
         strip: tuple[str, ...] = (),
         ignored: str | None = None,
         on_the_fly: OnTheFly | None = None,
+        described_by: str = "config.json",
     ) -> None:
         """
         Args:
@@ -71,6 +74,7 @@ class Assembly:
             strip: what some checkpoints put in front of every name.
             ignored: regular expression of tensors that are left out where the model has no place for them.
             on_the_fly: what full-precision weights of the layers' linear parts are rounded to.
+            described_by: what says how large everything is, for messages.
         """
         self._spec = spec
         self._targets = targets
@@ -99,6 +103,7 @@ class Assembly:
         self._coded: dict[str, dict[int, CodedRows]] = {}
         """Parameter -> first row -> low-bit rows."""
         self._on_the_fly = on_the_fly
+        self._described_by = described_by
         self._kv_scales: dict[int, dict[str, torch.Tensor]] = {}
         self._kv_heads = max(layer.num_kv_heads for layer in spec.layer_specs)
         self._twins: dict[str, torch.Tensor] = {}
@@ -112,12 +117,13 @@ class Assembly:
         Raises:
             CheckpointError: the model has no place for it, it has another shape, or its place is filled already.
         """
-        if _IGNORED.search(stored.name):
+        name = _WRAPPERS.sub("", stored.name)
+        if _IGNORED.search(name):
             return
-        if (scale := _KV_SCALE.search(stored.name)) is not None:
+        if (scale := _KV_SCALE.search(name)) is not None:
             self._kv_scales.setdefault(int(scale[1]), {})[scale[2] or scale[3]] = self._read_scale(stored)
             return
-        pattern, numbers = pattern_of(stored.name)
+        pattern, numbers = pattern_of(name)
         target = self._target(pattern)
         if target is not None and target.parameter in ("embed", "head") and self._spec.tied_embeddings:
             self._compare_twins(target.parameter, stored)
@@ -125,14 +131,14 @@ class Assembly:
             return  # some exporters write the shared matrix twice
         parameter = self._whole.get(target.parameter.format(**numbers)) if target is not None else None
         part = target.part.format(**numbers) if target is not None and target.part else None
-        if parameter is None and self._left_out is not None and self._left_out.search(stored.name):
+        if parameter is None and self._left_out is not None and self._left_out.search(name):
             return
         if parameter is None and stored.spare and _all_zero(stored):
             return
         if target is None or parameter is None or (part is not None and part not in parameter.parts):
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
-                f"({self._spec.num_layers} layers). The weights and config.json do not belong together."
+                f"({self._spec.num_layers} layers). The weights and {self._described_by} do not belong together."
             )
         if target.transposed and stored.coded is None:  # quantisers store [outputs, inputs], whatever the model's own files have
             stored = transposed(stored)
@@ -143,6 +149,11 @@ class Assembly:
         if target.order is not None:
             stored = reordered(stored, target.order(self._spec))
         self._fill(parameter, part, stored)
+
+    def parameter_of(self, name: str) -> str | None:
+        """The parameter that a checkpoint's tensor belongs to, with {i} for a layer; None: there is none."""
+        target = self._target(pattern_of(_WRAPPERS.sub("", name))[0])
+        return None if target is None else target.parameter
 
     def _target(self, pattern: str) -> Target | None:
         bare = [pattern, *(pattern.removeprefix(prefix) for prefix in self._strip if pattern.startswith(prefix))]
@@ -161,10 +172,13 @@ class Assembly:
 
     def _compare_twins(self, name: str, stored: StoredTensor) -> None:
         """Where the embedding is the head too, a head of its own in the checkpoint has to be the same. The first rows tell."""
-        if stored.copy_region is None or len(stored.shape) != 2 or self.device.type != "cpu":
-            return  # to a GPU, several threads read at a time: nothing is there yet
+        if len(stored.shape) != 2 or (stored.copy_region is None and stored.raw is None):
+            return
         rows = torch.empty(min(_COMPARED_ROWS, stored.shape[0]), stored.shape[1], dtype=torch.float32)
-        stored.copy_region((slice(0, len(rows)), slice(0, stored.shape[1])), rows)
+        if stored.copy_region is not None:
+            stored.copy_region((slice(0, len(rows)), slice(0, stored.shape[1])), rows)
+        elif stored.raw is not None:
+            rows.copy_(stored.raw(torch.device("cpu"))[: len(rows)])
         self._twins[name] = rows
         if len(self._twins) == 2 and not torch.equal(self._twins["embed"], self._twins["head"]):
             raise CheckpointError(
@@ -177,7 +191,7 @@ class Assembly:
         shape = (stop - start, *parameter.shape[1:])
         if _without_ones(stored.shape) != _without_ones(shape):
             raise CheckpointError(
-                f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {list(shape)}."
+                f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, {self._described_by} asks for {list(shape)}."
             )
         filled: set[str | None] = {part} if part else unfilled(parameter)
         if not filled <= self._missing[parameter.name]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,15 +25,18 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel, plain_text
 from octavo.layers.rope import RopeSpec
 from octavo.models.encoder_families import ENCODERS
+from octavo.models.query_temperature import QueryTemperature
 from octavo.models.registry import supported_architectures
 from octavo.models.spec import MlpSpec, ModelSpec
 from octavo.models.swapped_attention import NAME, Calls, Growing, Recorder, register
 from octavo.ops.packed import added_up, stored_as
+from octavo.weights.pickled import open_pickled, pickled_files
 
 logger = logging.getLogger(__name__)
 
 TRIAL = (9, 1, 1, 5)
 """Tokens of the steps that a trial sequence is computed in, to be compared with the whole."""
+_INSTEAD: Final = "Take another model, or run this one with transformers alone (transformers serve)."
 _NEAR = {torch.float32: 0.01, torch.float16: 0.15, torch.bfloat16: 0.15}
 """How far from each other results may be that differ by rounding alone, relative to their size."""
 
@@ -56,11 +60,22 @@ def load_fallback(config: EngineConfig, device: torch.device, check_size: Callab
         swapped.drop_other_parts()
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as e:
         raise UnsupportedModel(
-            f"{name} cannot run through transformers: it does not run with its attention swapped ({type(e).__name__}: {first_line(e)})."
+            f"{name} cannot run through transformers: it does not run with its attention swapped ({type(e).__name__}: {first_line(e)}). "
+            f"{_INSTEAD}"
         ) from e
     except UnsupportedModel as e:
-        raise UnsupportedModel(f"{name} cannot run through transformers: {e}.") from None
+        instead = "" if "--max-model-len" in str(e) else f" {_INSTEAD}"
+        raise UnsupportedModel(f"{name} cannot run through transformers: {e}.{instead}") from None
     return swapped
+
+
+def lets_its_attention_be_swapped(name: str) -> bool:
+    """Whether an architecture may run through the installed transformers, as far as its class there tells."""
+    try:
+        import transformers
+    except ImportError:
+        return True  # it may, once transformers is there
+    return bool(getattr(getattr(transformers, name, None), "_supports_attention_backend", False))
 
 
 def first_line(error: Exception) -> str:
@@ -101,8 +116,12 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
         why = "its implementation there does not let its attention be swapped"
         if getattr(cls, "_is_stateful", False):
             why = "it keeps a state from token to token (Mamba, linear attention, convolutions), for which Octavo has no cache"
+        if name in supported_architectures():
+            raise UnsupportedModel(
+                f"{name} cannot run through transformers: {why}. Octavo has code of its own for it: leave --model-impl at auto."
+            )
         raise UnsupportedModel(
-            f"{name} has no code in Octavo, and cannot run through transformers either: {why}. Octavo's own: "
+            f"{name} has no code in Octavo, and cannot run through transformers either: {why}. {_INSTEAD} Octavo's own: "
             f"{', '.join(supported_architectures())}."
         )
     register()
@@ -116,11 +135,12 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
             torch.manual_seed(config.model.seed)
             made._attn_implementation = NAME
             return cls(made).to(dtype)
+        _check_pickles(config.model.path)
         with _quiet(transformers):
             model, report = cls.from_pretrained(
                 config.model.path, config=made, dtype=dtype, attn_implementation=NAME, local_files_only=True, output_loading_info=True
             )
-    except ConfigError:
+    except (ConfigError, CheckpointError):
         raise
     except Exception as e:  # whatever its readers of files, old and new, find wrong
         files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
@@ -128,11 +148,28 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
         what = instead or f"{config.model.path}: transformers cannot load it: {first_line(e) or type(e).__name__}"
         raise CheckpointError(what) from None
     if missing := sorted(report["missing_keys"]):
+        if wrapped := next((key for key in sorted(report["unexpected_keys"]) if key.startswith(("module.", "_orig_mod."))), None):
+            raise CheckpointError(
+                f"{config.model.path}: a wrapped model was saved: names begin with {wrapped.partition('.')[0]}. ({wrapped}). Save the model "
+                "inside the wrapper."
+            )
         raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
     if surplus := sorted(report["unexpected_keys"]):
         names = f"{', '.join(surplus[:4])}{', ...' if len(surplus) > 4 else ''}"
         logger.warning("%s: %d tensors have no place in %s and are left out: %s.", config.model.path, len(surplus), name, names)
     return model
+
+
+def _check_pickles(folder: str) -> None:
+    """Whether files in PyTorch's format hold tensors alone, where there are no others to read.
+
+    Raises:
+        CheckpointError: they hold more, or are damaged.
+    """
+    if any(Path(folder).glob("*.safetensors")):
+        return
+    for file in pickled_files(folder):
+        next(open_pickled(file), None)
 
 
 def _numbers(value: Any) -> Any:
@@ -209,6 +246,7 @@ class TransformersModel:
         text = model.config.get_text_config()
         fix_rotations(model, max_length, device)
         self._first_position = _first_position(model)
+        self._temperature = QueryTemperature(model)
         vocab_size = model.get_output_embeddings().weight.shape[0]
         self._trial = torch.tensor(_trial_tokens(model.config, vocab_size), device=device)
         recorder = Recorder(max_length)
@@ -235,10 +273,12 @@ class TransformersModel:
 
         Raises:
             UnsupportedModel: the results differ: what the model keeps from token to token is not keys and values alone.
+            CheckpointError: they are no numbers, because weights are not.
         """
         self._model.set_attn_implementation("eager")
         try:
-            expected: torch.Tensor = self._model(input_ids=self._trial[None], use_cache=False).logits[0]
+            with self._temperature.left_to_the_model():
+                expected: torch.Tensor = self._model(input_ids=self._trial[None], use_cache=False).logits[0]
         finally:
             self._model.set_attn_implementation(NAME)
         attend, rows, start = Growing(self.layer_specs), [], 0
@@ -247,6 +287,10 @@ class TransformersModel:
             rows.append(self.logits(self.forward(self._trial[start : start + size], positions, attend)))
             start += size
         dtype = next(self._model.parameters()).dtype
+        if not bool(torch.isfinite(expected).all()):
+            named = next((name for name, p in self._model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+            why = "its own results are NaN or infinite" if named is None else f"tensor {named} holds NaN or infinity: it is damaged"
+            raise CheckpointError(f"{self.spec.architecture}: {why}.")
         distance = _apart(torch.cat(rows)[TRIAL[0] :], expected[TRIAL[0] :], typical=dtype != torch.float32)
         if not distance < _NEAR.get(dtype, 0.15):
             raise UnsupportedModel(
@@ -295,7 +339,8 @@ class TransformersModel:
     def _run(self, model: Any, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend | Recorder) -> Any:
         calls = attend if isinstance(attend, Recorder) else Calls(attend)
         places = positions[None] + self._first_position
-        out = model(input_ids=token_ids[None], position_ids=places, use_cache=False, octavo_attend=calls)
+        tempered = functools.partial(self._temperature.applied, positions=positions) if self._temperature else None
+        out = model(input_ids=token_ids[None], position_ids=places, use_cache=False, octavo_attend=calls, octavo_tempered=tempered)
         if isinstance(calls, Calls) and calls.count != len(self.layer_specs):
             raise RuntimeError(f"{self.spec.architecture} attended {calls.count} times, not {len(self.layer_specs)} as in its trial run")
         return out
@@ -345,10 +390,23 @@ def fix_rotations(model: Any, max_length: int, device: torch.device) -> None:
                 else:
                     module.rope_type = "default"
             if not _rotates_alone(module, max_length, device, more):
+                module.forward = _beside(module.forward, max_length - 1)
+            if not _rotates_alone(module, max_length, device, more):
                 config = getattr(module, "config", model.config)
                 trained = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
-                hint = f" (not up to {trained}: --max-model-len {trained})" if isinstance(trained, int) and trained < max_length else ""
-                raise UnsupportedModel(f"its rotations depend on the longest sequence that is computed beside{hint}")
+                hint = f"; up to {trained} tokens they do not (--max-model-len {trained})" if isinstance(trained, int) else ""
+                raise UnsupportedModel(f"its rotations depend on the longest sequence that is computed at the same time{hint}")
+
+
+def _beside(rotate: Callable[..., Any], last: int) -> Callable[..., Any]:
+    """Rotations as they are when the position `last` is computed at the same time."""
+
+    def rotated(x: torch.Tensor, position_ids: torch.Tensor, **more: Any) -> Any:
+        longer = torch.cat((position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), last)), -1)
+        out = rotate(x, longer, **more)
+        return tuple(part[..., :-1, :] for part in out) if isinstance(out, tuple) else out[..., :-1, :]
+
+    return rotated
 
 
 @torch.inference_mode()

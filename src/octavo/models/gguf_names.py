@@ -20,6 +20,8 @@ from octavo.models.spec import ModelSpec
 
 _TABLES: Final = {
     "token_embd.weight": "embed",
+    "token_embd_norm.weight": "embed_norm",
+    "token_embd_norm.bias": "embed_norm.bias",
     "position_embd.weight": "positions",
     "output_norm.weight": "norm",
     "output_norm.bias": "norm.bias",
@@ -66,7 +68,6 @@ _LATENT: Final = {
     # Newer files have the two halves apart, head by head, and that for the keys the other way round.
     "attn_k_b.{e}.weight": Target("layers.{i}.kv_up", "{e}.k", transposed=True),
     "attn_v_b.{e}.weight": Target("layers.{i}.kv_up", "{e}.v"),
-    "exp_probs_b.bias": Target("layers.{i}.router.correction"),
 }
 _FUSED: Final = {"ffn_up.weight": Target("layers.{i}.gate_up.weight")}
 """Gate and up in one matrix, under the name of the second."""
@@ -89,6 +90,7 @@ def _common() -> dict[str, Target]:
         for kind in ("weight", "bias"):
             out[f"blk.{{i}}.{name}.{kind}"] = Target(f"layers.{{i}}.{parameter}.{kind}", part)
     out["blk.{i}.attn_sinks.weight"] = Target("layers.{i}.sinks")
+    out["blk.{i}.exp_probs_b.bias"] = Target("layers.{i}.router.correction")
     return out
 
 
@@ -102,8 +104,8 @@ def _paired(names: Mapping[str, Target], *, norms: bool = False) -> dict[str, Ta
 
 
 _COMMON: Final = _common()
-_PAIRED: Final = frozenset({"llama", "granite", "granitemoe", "smollm3", "arcee"})
-"""Converters put q and k of these in the order of neighbouring pairs, which llama.cpp rotates."""
+_PAIRED: Final = frozenset({"llama", "granite", "granitemoe", "smollm3", "arcee", "ernie4_5"})
+"""q and k of these are in the order of neighbouring pairs, which llama.cpp rotates: converters put them so, or the model has them so."""
 
 
 def gguf_targets(arch: str, tensors: Collection[str]) -> dict[str, Target]:
@@ -123,7 +125,7 @@ def gguf_targets(arch: str, tensors: Collection[str]) -> dict[str, Target]:
             return {**_COMMON, **_layered(_FUSED)}
         case "deepseek2":
             return {**_COMMON, **_layered(_LATENT)}
-        case "gpt-oss":
+        case "gpt-oss" | "glm4moe" | "seed_oss":  # what stands between the two blocks norms what the second reads
             return {**_COMMON, "blk.{i}.post_attention_norm.weight": Target("layers.{i}.mlp_norm")}
         case "falcon" if "blk.0.attn_norm_2.weight" in tensors:
             return {

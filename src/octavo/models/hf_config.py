@@ -108,7 +108,8 @@ def _scaling(config: HfConfig, rope: HfConfig, rotary_dim: int) -> RopeScaling |
                 raise rope.fail("low_freq_factor", f"less than high_freq_factor ({high})")
             return Llama3Scaling(rope.number("factor"), low, high, original)
         case "yarn":
-            factor = rope.number("factor", trained / original)
+            stated = rope.has("original_max_position_embeddings") or config.has("original_max_position_embeddings")
+            factor = rope.number("factor", trained / original if stated else None)
             return YarnScaling(
                 factor,
                 original,

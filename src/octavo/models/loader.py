@@ -24,7 +24,7 @@ from octavo.errors import ConfigError, UnsupportedModel
 from octavo.models.assembly import Assembly
 from octavo.models.compiled import build_decoder
 from octavo.models.decoder import Model, Weights
-from octavo.models.fallback import load_fallback
+from octavo.models.fallback import lets_its_attention_be_swapped, load_fallback
 from octavo.models.families.base import Family
 from octavo.models.gguf_model import gguf_spec, open_header, runs_through_transformers
 from octavo.models.program import compilable
@@ -136,6 +136,7 @@ def load_model(
             on_the_fly=on_the_fly,
             strip=text_part.PREFIXES if text_part.ORIGIN in model.hf_config else (),
             ignored=_left_out(model.hf_config, spec.num_layers),
+            described_by=described_by(gguf),
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
@@ -152,12 +153,17 @@ def load_model(
         )
 
 
+def described_by(gguf: GgufFile | None) -> str:
+    """What says how large the parameters of a checkpoint are, for messages."""
+    return "config.json" if gguf is None else "the file's metadata"
+
+
 def _left_out(hf_config: Mapping[str, Any], num_layers: int) -> str:
     """Regular expression of tensors that a model of text alone does without: layers behind the last that guess further tokens (DeepSeek-V3,
     GLM-4.5), and what reads images."""
     further = hf_config.get("num_nextn_predict_layers")
     behind = range(num_layers, num_layers + (further if isinstance(further, int) and 0 < further < 64 else 0))
-    guessing = "|".join(rf"^model\.layers\.{i}\." for i in behind)
+    guessing = "|".join(rf"^(model\.layers|blk)\.{i}\." for i in behind)
     parts = (r"^(model\.)?mtp[._]", guessing, text_part.IGNORED if text_part.ORIGIN in hf_config else "")
     return "|".join(part for part in parts if part)
 
@@ -238,7 +244,8 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
         try:
             return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
         except UnsupportedModel as e:
-            if config.model.pooling is None and config.model.architecture in supported_architectures():
+            name = config.model.architecture
+            if config.model.pooling is None and name in supported_architectures() and lets_its_attention_be_swapped(name):
                 raise UnsupportedModel(f"{e} It may run through the installed transformers: --model-impl transformers.") from None
             raise
     return *gguf_spec(hf_config, gguf), gguf
@@ -315,6 +322,15 @@ def _stored(
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
     return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
+
+
+def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[StoredTensor]:
+    """What the checkpoint holds, to be looked at.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return _stored(config.model.path, gguf, None)[1]
 
 
 def _check_room(config: EngineConfig, needed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,13 +25,14 @@ from octavo.models.encoder_spec import encoder_parameters
 from octavo.models.families.base import Target
 from octavo.models.gguf_model import open_header
 from octavo.models.gguf_names import gguf_encoder_targets
-from octavo.models.loader import Progress, fill, read_spec, too_large, weight_format
+from octavo.models.loader import Progress, described_by, fill, read_spec, stored_tensors, too_large, weight_format
 from octavo.models.registry import generating_architecture, supported_architectures
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
 from octavo.protocol.pooling import Pooled, PoolRow
 from octavo.weights.pickled import open_pickled
 from octavo.weights.safetensors import open_safetensors
+from octavo.weights.stored import StoredTensor
 
 _UNUSED = r"^score\.|(^|\.)rotary_emb\."
 """What a decoder that pools can leave out."""
@@ -180,7 +181,17 @@ def _load_encoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
         family = EncoderFamily((), gguf_encoder_targets(gated=spec.gated), r"^cls(\.|_)|^pooler")
     needed = _check_size(config, encoder_parameters(spec), dtype)
     form, on_the_fly = weight_format(config)
-    assembly = Assembly(spec, family.weights, ops, dtype, device, strip=family.prefixes, ignored=family.ignored, on_the_fly=on_the_fly)
+    assembly = Assembly(
+        spec,
+        family.weights,
+        ops,
+        dtype,
+        device,
+        strip=family.prefixes,
+        ignored=family.ignored,
+        on_the_fly=on_the_fly,
+        described_by=described_by(gguf),
+    )
     encoder = Encoder(spec, fill(assembly, config, gguf, needed, progress, form), ops, max_length=model.max_model_len)
     dense = _dense_layers(pooling.dense, spec.hidden_size * len(pooling.kinds), dtype, device)
     return PoolingModel(encoder, pooling, causal=False, dense=dense, device=device)
@@ -205,12 +216,53 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     form, on_the_fly = weight_format(config)
     inside = text_part.ORIGIN in hf_config
     strip, ignored = text_part.PREFIXES if inside else (), f"{_UNUSED}|{text_part.IGNORED}" if inside else _UNUSED
-    assembly = Assembly(spec, targets, ops, dtype, device, prefix=family.prefix, strip=strip, ignored=ignored, on_the_fly=on_the_fly)
+    assembly = Assembly(
+        spec,
+        targets,
+        ops,
+        dtype,
+        device,
+        prefix=family.prefix,
+        strip=strip,
+        ignored=ignored,
+        on_the_fly=on_the_fly,
+        described_by=described_by(gguf),
+    )
+    if pooling.answers and config.model.load_format != "dummy":
+        assembly.add(_answer_rows(stored_tensors(config, gguf), assembly, pooling, "embed" if spec.tied_embeddings else "head"))
     weights = fill(assembly, config, gguf, needed, progress, form)
     decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
     classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None
     dense = _dense_layers(pooling.dense, spec.hidden_size * len(pooling.kinds), dtype, device)
     return PoolingModel(decoder, pooling, causal=causal, dense=dense, classifier=classifier, device=device)
+
+
+def _answer_rows(tensors: Iterable[StoredTensor], assembly: Assembly, pooling: PoolingConfig, source: str) -> StoredTensor:
+    """A head for classes, out of the language model's: see `PoolingConfig.answers`.
+
+    Args:
+        source: the parameter that the head for tokens is.
+
+    Raises:
+        CheckpointError: the checkpoint has no such tensor, or too few rows in it.
+    """
+    stored = next((one for one in tensors if assembly.parameter_of(one.name) == source), None)
+    if stored is None or len(stored.shape) != 2 or max(pooling.answers) >= stored.shape[0]:
+        raise CheckpointError("The checkpoint has no head with rows for the tokens of classifier_from_token.")
+    rows = torch.empty(len(pooling.answers), stored.shape[1], dtype=torch.float32)
+    for row, token in zip(rows, pooling.answers, strict=True):
+        if stored.copy_region is not None:
+            stored.copy_region((slice(token, token + 1), slice(0, stored.shape[1])), row[None])
+        elif stored.raw is not None:
+            row.copy_(stored.raw(torch.device("cpu"))[token])
+        else:
+            raise CheckpointError(f"{stored.file}: single rows of {stored.name} cannot be read. Take the model in safetensors.")
+    head = rows if len(pooling.labels) == len(rows) else rows[1:] - rows[:1]
+
+    def copy_into(destination: torch.Tensor) -> None:
+        destination.copy_(head)
+
+    return StoredTensor("score.weight", tuple(head.shape), head.nbytes, stored.file, copy_into)
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:

@@ -76,6 +76,8 @@ def _attention(
     """
     calls: Calls | Recorder = kwargs["octavo_attend"]
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    if (tempered := kwargs.get("octavo_tempered")) is not None:
+        q = tempered(module, q)
     values = v.shape[-1]
     if values != k.shape[-1]:  # a cache has one width: zeros change neither scores nor sums
         width = max(values, k.shape[-1])

@@ -56,7 +56,7 @@ def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTenso
     flat = len(order) == math.prod(stored.shape)
     if stored.shape[0] != len(order) and not flat:
         raise CheckpointError(
-            f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, the config asks for {len(order)} rows."
+            f"{stored.file}: tensor {stored.name} has the shape {list(stored.shape)}, where {len(order)} rows were expected."
         )
 
     def copy_into(destination: torch.Tensor) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from octavo.checkpoint.gguf_file import ROPE_DIVISORS, GgufFile, GgufTensor
 from octavo.errors import CheckpointError
 from octavo.ops.coded import CodedRows, dequantize, joined
 from octavo.ops.packed import EncodedRows
-from octavo.weights.gguf_blocks import unpack
+from octavo.weights.gguf_blocks import is_float, unpack
 from octavo.weights.gguf_bytes import GgufBytes, unread_rows
 from octavo.weights.gguf_coded import coded_rows, is_readable, packed_bits
 from octavo.weights.parallel_read import ParallelReader
@@ -37,14 +39,47 @@ def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: Par
         CheckpointError: the file cannot be opened, or it is not what its header says.
     """
     data = GgufBytes(gguf)
+    scales = _outer_scales(gguf, data)
     for whole in gguf.tensors.values():
-        if whole.name in ROPE_DIVISORS:
+        if whole.name in ROPE_DIVISORS or _is_outer_scale(gguf, whole.name):
             continue
-        for tensor in _slices(whole):
-            blocks = _Blocks(data, tensor, gguf.path, reader)
+        parts = list(_slices(whole))
+        outer = scales.get(whole.name, [1.0])
+        if len(outer) not in (1, len(parts)):
+            raise CheckpointError(f"{gguf.path}: tensor {whole.name} has {len(outer)} scales, and consists of {len(parts)} matrices.")
+        for i, tensor in enumerate(parts):
+            blocks = _Blocks(data, tensor, gguf.path, reader, outer[i % len(outer)])
             copier, encoded = _copier(blocks), _encoded(data, tensor)
             coded = None if packed_on is None else _coded(blocks, packed_on)
             yield StoredTensor(tensor.name, tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded, coded=coded)
+
+
+_SCALE, _INPUT_SCALE = ".scale", ".input_scale"
+
+
+def _is_outer_scale(gguf: GgufFile, name: str) -> bool:
+    """Whether a tensor is what blocks with scales of 8 bits are multiplied with besides, or what inputs would be rounded by."""
+    stem, kind = os.path.splitext(name)
+    weight = gguf.tensors.get(f"{stem}.weight")
+    return kind in (_SCALE, _INPUT_SCALE) and weight is not None and weight.type == "NVFP4"
+
+
+def _outer_scales(gguf: GgufFile, data: GgufBytes) -> dict[str, list[float]]:
+    """Name of a weight -> what its values are multiplied with, one number or one for each of its experts.
+
+    Raises:
+        CheckpointError: they are no positive numbers.
+    """
+    scales = {}
+    for tensor in gguf.tensors.values():
+        if not (tensor.name.endswith(_SCALE) and _is_outer_scale(gguf, tensor.name)):
+            continue
+        stored = data.read(tensor.name, tensor.offset, tensor.nbytes)
+        numbers = stored.view(np.float32) if tensor.type == "F32" else np.zeros(1)
+        if not (np.isfinite(numbers).all() and (numbers > 0).all()):
+            raise CheckpointError(f"{gguf.path}: tensor {tensor.name} must hold numbers greater than 0 (as F32).")
+        scales[tensor.name.removesuffix(_SCALE) + ".weight"] = [float(one) for one in numbers]
+    return scales
 
 
 def _slices(tensor: GgufTensor) -> Iterator[GgufTensor]:
@@ -74,6 +109,8 @@ class _Blocks:
     tensor: GgufTensor
     path: str
     reader: ParallelReader | None = None
+    outer: float = 1.0
+    """What all values are multiplied with."""
 
     @property
     def rows(self) -> int:
@@ -127,8 +164,11 @@ def _copier(blocks: _Blocks) -> Callable[[torch.Tensor], None]:
                 target[start:stop].copy_(dequantize(coded_rows(blocks.read(start, stop, device), tensor.type), destination.dtype))
                 continue
             try:
-                target[start:stop].copy_(unpack(blocks.read(start, stop, torch.device("cpu")).numpy(), tensor.type))
+                values = unpack(blocks.read(start, stop, torch.device("cpu")).numpy(), tensor.type)
             except NotImplementedError:
                 raise CheckpointError(f"{blocks.path}: tensor {tensor.name} has type {tensor.type}, which cannot be read.") from None
+            if not is_float(tensor.type) and not bool(torch.isfinite(values).all()):
+                raise CheckpointError(f"{blocks.path}: tensor {tensor.name} holds scales that are NaN or infinite: it is damaged.")
+            target[start:stop].copy_(values if blocks.outer == 1.0 else values * blocks.outer)
 
     return copy_into

@@ -60,6 +60,11 @@ _TORCH: Final[Mapping[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]]] 
 _FLOATS: Final[Mapping[str, torch.dtype]] = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+def is_float(type_name: str) -> bool:
+    """Whether a ggml type is plain floating point, without blocks."""
+    return type_name in _FLOATS
+
+
 def unpack(rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], type_name: str) -> torch.Tensor:
     """Packed rows as floating point.
 

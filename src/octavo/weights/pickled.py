@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from octavo.weights.stored import StoredTensor
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
+_ASKED_FOR: Final = re.compile(r"GLOBAL ([\w.]+)")
 _NESTED: Final = ("state_dict", "model", "model_state_dict", "module")
 """Where training tools put the tensors."""
 
@@ -57,10 +59,9 @@ def open_pickled(path: str) -> Iterator[StoredTensor]:
             zipped = file.read(4) == b"PK\x03\x04"
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as e:
-        what = stand_in(path) or (
-            f"{path} holds more than tensors, or is damaged; nothing of it was run. Take a safetensors version of the model. "
-            f"({_first_line(e) or 'not a pickle'})"
-        )
+        asked = _ASKED_FOR.search(plain_text(str(e)))  # the rest is advice of torch's to run it all the same
+        held = "holds more than tensors, or is damaged" if asked is None else f"holds more than tensors: it asks for {asked[1]}"
+        what = stand_in(path) or f"{path} {held}; nothing of it was run. Take a safetensors version of the model."
         raise CheckpointError(what) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as e:
         what = stand_in(path) or f"{path}: not a sound PyTorch file: {_first_line(e).removesuffix('.')}. Download it again."

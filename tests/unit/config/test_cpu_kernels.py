@@ -30,6 +30,13 @@ def test_native_where_built_with_a_float16_cache() -> None:
     assert config(built=True, cpu_activations="float32").device.activations == "float32"
 
 
+@pytest.mark.parametrize("name", ["float32", "float"])
+def test_who_asks_for_float32_gets_a_float32_cache_too_unless_asked_otherwise(name: str) -> None:
+    asked = config(built=True, dtype=name)
+    assert (asked.device.native_kernels, asked.model.dtype, asked.cache.dtype) == (True, "float32", "float32")
+    assert config(built=True, dtype=name, kv_cache_dtype="float16").cache.dtype == "float16"
+
+
 @pytest.mark.parametrize("settings", [{"cpu_kernels": "torch"}, {"dtype": "bfloat16"}])
 def test_torch_when_asked_or_not_float32(settings: dict[str, str]) -> None:
     chosen = config(built=True, **settings)

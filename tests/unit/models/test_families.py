@@ -102,6 +102,7 @@ def test_impossible_sizes_are_named(key: str, value: Any) -> None:
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": math.nan}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}}, "high_freq"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}}, "short_factor"),
     ],

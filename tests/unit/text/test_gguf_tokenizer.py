@@ -104,6 +104,8 @@ def test_byte_level_merges_and_special_tokens() -> None:
         ("qwen2", ["ab", "Ġ", "1", "2", "3", "'s", "Ġ!"]),
         ("tekken", ["ab", "Ġ", "1", "2", "3", "'s", "Ġ!"]),
         ("gpt-4o", ["ab", "Ġ", "123", "'s", "Ġ!"]),
+        ("minimax-m2", ["ab", "Ġ", "123", "'s", "Ġ!"]),
+        ("bloom", ["ab", "Ġ123's", "Ġ!"]),
         ("default", ["ab", "Ġ", "123", "'", "s", "Ġ", "!"]),
         ("kimi-k2", ["ab", "Ġ", "123", "'s", "Ġ!"]),
         ("seed-coder", ["ab", "Ġ", "1", "2", "3", "'s", "Ġ!"]),
@@ -198,6 +200,20 @@ HARD_PARTS = [
     "'", "'s", "'LL", "’s", "!", "...", "--", "/", "://", "<", "{", "😀", "👩‍👩‍👧", "\u0301", "\u200d", "\u3000", "\xa0", "_", "==",
     "Hello", "WORLD", "camelCase", "ing", "٣", "Ⅷ", "½", "²",
 ]  # fmt: skip
+
+
+def test_blooms_words_are_those_of_its_own_tokenizer() -> None:
+    published = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    ours = gguf_vocabulary(byte_level_metadata(**{"tokenizer.ggml.pre": "bloom"}), "x").tokenizer.pre_tokenizer
+    rng = random.Random(2)
+    for _ in range(500):
+        text = "".join(rng.choice([*HARD_PARTS, "(", ")", "|", ",", "।", "۔"]) for _ in range(rng.randint(1, 25)))
+        assert [word for word, _ in ours.pre_tokenize_str(text)] == [word for word, _ in published.pre_tokenize_str(text)], text
 
 
 @pytest.mark.skipif(not REAL, reason="OCTAVO_REAL_TOKENIZERS names no folder of real tokenizers")

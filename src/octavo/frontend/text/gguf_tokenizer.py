@@ -74,6 +74,8 @@ _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *_FALCON[1:])
 """For files that name none: punctuation, GPT-2's words, then digits in threes."""
 
+_BLOOM_WORDS = r" ?[^(\s|.,!?…。，、।۔،)]+"
+
 _GPT2 = _Pre(None)
 _SMOLLM = _Pre(None, single_digits=True)
 _LLAMA_BPE = _Pre(LLAMA3_WORDS, ignore_merges=True, add_bos=True)
@@ -92,12 +94,13 @@ _PRE_TOKENIZERS: Final[Mapping[str, _Pre]] = {
     "superbpe": _Pre((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "kimi-k2": _Pre(KIMI_WORDS, ignore_merges=True),
     "tekken": _Pre(_TEKKEN, ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Pre(GPT4O_WORDS)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Pre(GPT4O_WORDS)),
     **dict.fromkeys(("chatglm-bpe", "glm4"), _Pre(LLAMA3_WORDS)),
     "deepseek-v3": _Pre(_DEEPSEEK3),
     "deepseek-llm": _Pre(_DEEPSEEK_LLM),
     "deepseek-coder": _Pre(_DEEPSEEK_CODER),
     "falcon": _Pre(_FALCON),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), _Pre((_BLOOM_WORDS,))),
     "default": _Pre(_DEFAULT),
 }
 

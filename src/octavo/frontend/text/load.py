@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.text.backend import FastBackend, SlowBackend
 from octavo.frontend.text.chat_template import DEFAULT, ChatTemplates
 from octavo.frontend.text.gguf_tokenizer import gguf_vocabulary
+from octavo.frontend.text.mistral_template import mistral_template
 from octavo.frontend.text.sentencepiece_file import build as build_pieces
 from octavo.frontend.text.sentencepiece_file import read_pieces
 from octavo.frontend.text.template_inspection import check_template
@@ -49,7 +51,7 @@ def load(checkpoint: Checkpoint, args: EngineArgs) -> Tokenizer:
     if args.tokenizer_mode != "slow" and (source / "tokenizer.json").is_file():
         return _from_folder(source, override, args)
     if args.tokenizer_mode != "slow" and (built := _from_vocabulary_file(source)) is not None:
-        return _with_config(*built, source, override, args)
+        return _with_config(built, source, override, args)
     return _from_transformers(source, override, args)
 
 
@@ -90,9 +92,21 @@ _PLAIN_PIECES = frozenset({"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTok
 """Tokenizer classes whose ids are those of the SentencePiece model."""
 
 
-def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], bool] | None:
-    """A tokenizer of a folder without tokenizer.json, the special tokens that its file names, and whether the first of them goes before a
-    text where no config says so; None: the folder has none of the kinds that are read here.
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a vocabulary alone tells."""
+
+    tokenizer: tokenizers.Tokenizer
+    named: dict[str, str]
+    """The special tokens that its file names, by role."""
+    marks_beginning: bool
+    """Whether BOS goes before a text where no config says so."""
+    template: str | None = None
+    """For chats, where no file has one."""
+
+
+def _from_vocabulary_file(folder: Path) -> _Vocabulary | None:
+    """The tokenizer of a folder without tokenizer.json; None: the folder has none of the kinds that are read here.
 
     Raises:
         CheckpointError, UnsupportedModel: it has one, but that is damaged or needs code of its own.
@@ -100,7 +114,10 @@ def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
     if (tekken := folder / "tekken.json").is_file():
         ranked = read_tekken(tekken)
         names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-        return build_ranked(ranked, str(tekken)), {role: name for role, name in names.items() if name in ranked.special}, True
+        named = {role: name for role, name in names.items() if name in ranked.special}
+        marks = frozenset(ranked.special)
+        template = mistral_template(ranked.version, marks) if {"[INST]", "[/INST]"} <= marks else None
+        return _Vocabulary(build_ranked(ranked, str(tekken)), named, True, template)
     config = _optional_json(folder / "tokenizer_config.json")
     model_type = str(_optional_json(folder / "config.json").get("model_type", ""))
     model = next((p for p in (folder / "tokenizer.model", *sorted(folder.glob("tokenizer.model.v*"), reverse=True)) if p.is_file()), None)
@@ -109,14 +126,14 @@ def _from_vocabulary_file(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
         ranks = model
     if ranks is not None:
         ranked, marks_beginning = ranks_of_folder(ranks, config, model_type)
-        return build_ranked(ranked, str(ranks)), _usual_ends(model_type), marks_beginning
+        return _Vocabulary(build_ranked(ranked, str(ranks)), _usual_ends(model_type), marks_beginning)
     if model is None or str(config.get("tokenizer_class", "")) not in _PLAIN_PIECES:
         return None
     pieces = read_pieces(model)
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if "<bos>" in pieces.tokens:
         names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return build_pieces(pieces), {role: name for role, name in names.items() if name in pieces.tokens}, True
+    return _Vocabulary(build_pieces(pieces), {role: name for role, name in names.items() if name in pieces.tokens}, True)
 
 
 def _usual_ends(model_type: str) -> dict[str, str]:
@@ -126,12 +143,10 @@ def _usual_ends(model_type: str) -> dict[str, str]:
     return {"eos_token": "<|endoftext|>"}
 
 
-def _with_config(
-    tokenizer: tokenizers.Tokenizer, named: Mapping[str, str], marks_beginning: bool, folder: Path, override: str | None, args: EngineArgs
-) -> Tokenizer:
+def _with_config(vocabulary: _Vocabulary, folder: Path, override: str | None, args: EngineArgs) -> Tokenizer:
     """A tokenizer made from a vocabulary alone, with what the folder's other files say: special tokens, ends, templates."""
-    config = _optional_json(folder / "tokenizer_config.json")
-    special = {**named, **_special_tokens(config, _optional_json(folder / "special_tokens_map.json"))}
+    tokenizer, config = vocabulary.tokenizer, _optional_json(folder / "tokenizer_config.json")
+    special = {**vocabulary.named, **_special_tokens(config, _optional_json(folder / "special_tokens_map.json"))}
     _apply_added_tokens(tokenizer, config, special)
 
     def end(flag: str, role: str, default: bool) -> list[int]:
@@ -139,11 +154,14 @@ def _with_config(
         found = tokenizer.token_to_id(token) if isinstance(token, str) else None
         return [found] if found is not None and config.get(flag, default) else []
 
+    templates = _folder_templates(folder, config)
+    if not templates and vocabulary.template is not None:
+        templates = {DEFAULT: vocabulary.template}
     return Tokenizer(
         FastBackend(tokenizer),
-        templates=_templates(_folder_templates(folder, config), special, override, args),
+        templates=_templates(templates, special, override, args),
         special_tokens=special,
-        prefix=end("add_bos_token", "bos_token", marks_beginning),
+        prefix=end("add_bos_token", "bos_token", vocabulary.marks_beginning),
         suffix=end("add_eos_token", "eos_token", False),
     )
 

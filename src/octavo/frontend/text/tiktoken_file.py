@@ -46,6 +46,8 @@ class Ranked:
     first: int = 0
     """Id of rank 0."""
     nfc: bool = False
+    version: str = ""
+    """Of Mistral's formats, which tells how chats are written."""
 
 
 def build(ranked: Ranked, where: str) -> tokenizers.Tokenizer:
@@ -151,7 +153,7 @@ def read_tekken(path: Path) -> Ranked:
     except (AssertionError, KeyError, TypeError, ValueError, binascii.Error):
         raise CheckpointError(f"{path} is not a sound tekken vocabulary. Download it again.") from None
     special = {named.get(i, f"<SPECIAL_{i}>"): i for i in range(reserved)}
-    return Ranked(tokens, pattern, special, first=reserved)
+    return Ranked(tokens, pattern, special, first=reserved, version=str(config.get("version", "")))
 
 
 @dataclass(frozen=True)

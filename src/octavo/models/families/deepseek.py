@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (and R1): latent attention, the first layers dense, then experts beside shared ones."""
+"""DeepSeek-V2 and V3 (and R1), GLM-4.7-Flash: latent attention, the first layers dense, then experts beside shared ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAYER = "model.layers.{i}."
 
 
 def _spec(config: HfConfig, architecture: str) -> ModelSpec:
-    newer = architecture == "DeepseekV3ForCausalLM"
+    newer = architecture != "DeepseekV2ForCausalLM"
     latent = LatentSpec(
         q_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else 0,
         kv_rank=config.integer("kv_lora_rank"),
@@ -45,8 +45,28 @@ def _spec(config: HfConfig, architecture: str) -> ModelSpec:
         latent=latent,
         attention_scale=head_dim**-0.5 * yarn_magnitude(config) ** 2,
         moe=moe,
-        moe_layers=tuple(i >= first and i % every == 0 for i in range(layers)),
+        moe_layers=_stated_layers(config) or tuple(i >= first and i % every == 0 for i in range(layers)),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
     )
+
+
+_GLM_DEFAULTS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
+
+
+def _glm(config: HfConfig) -> ModelSpec:
+    """One dense layer where the config does not say how many."""
+    stated = {key: value for key, value in config.values.items() if value is not None}
+    return _spec(HfConfig({**_GLM_DEFAULTS, "first_k_dense_replace": 1, **stated}, config.where), "Glm4MoeLiteForCausalLM")
+
+
+def _stated_layers(config: HfConfig) -> tuple[bool, ...]:
+    """Which layers have experts, where the config lists them."""
+    kinds, layers = config.values.get("mlp_layer_types"), config.integer("num_hidden_layers")
+    if kinds is None:
+        return ()
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise config.fail("mlp_layer_types", f"a list of {layers} entries, each dense or sparse")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def _v2_routing(config: HfConfig) -> dict[str, object]:
@@ -125,6 +145,13 @@ FAMILIES = (
         title="DeepSeek-V3, R1",
         architectures=("DeepseekV3ForCausalLM",),
         spec=lambda config: _spec(config, "DeepseekV3ForCausalLM"),
+        weights=_WEIGHTS,
+    ),
+    Family(
+        name="glm4_moe_lite",
+        title="GLM-4.7-Flash",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        spec=_glm,
         weights=_WEIGHTS,
     ),
 )
