@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from octavo.protocol.params import SamplingParams
 from octavo.sampling.state import SamplerState
 from octavo.worker.diagnosis import ATTEMPTS, Circumstances, Diagnosis
-from octavo.worker.slots import SlotTables
+from octavo.worker.tensor_look import look_into
 from tests.models.contiguous import load
 from tests.support.step_plans import slot_init
 from tests.support.tiny_models import save_tiny
@@ -46,7 +47,7 @@ def look(model: Counted, circumstances: Circumstances = FLOAT32, sampling: Sampl
     state = SamplerState(2, cpu)
     if sampling is not None:
         state.enter([slot_init(1, [5, 6, 7], [1], sampling=sampling)])
-    return Diagnosis(model, SlotTables(2, 32, 16, cpu), state, circumstances)  # type: ignore[arg-type]
+    return Diagnosis(look_into(model, cpu), lambda slot, count: np.zeros(count, np.int32), state, circumstances)  # type: ignore[arg-type]
 
 
 @pytest.fixture

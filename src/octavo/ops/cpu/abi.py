@@ -157,7 +157,13 @@ class Draw(ctypes.Structure):
     ]
 
 
-_SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
+def _done(result: int, function: object, arguments: object) -> None:
+    """Of functions that need memory, see native/abi.h."""
+    if not result:
+        raise MemoryError("The system gives no memory for a step of this size.")
+
+
+_SIGNATURES: Final[dict[str, tuple[Any, list[type]]]] = {
     "octavo_abi": (c_int32, []),
     "octavo_level": (c_int32, []),
     "octavo_set_level": (c_int32, [c_int32]),
@@ -165,19 +171,20 @@ _SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
     "octavo_engine_free": (None, [c_void_p]),
     "octavo_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "octavo_pack": (c_int32, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "octavo_linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
+    "octavo_linear": (_done, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
     "octavo_embedding": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "octavo_rms_norm": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64]),
     "octavo_rope": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "octavo_gated_mul": (None, [c_void_p, c_int64, c_int64, c_int32, c_void_p]),
-    "octavo_attention": (None, [c_void_p, c_void_p, c_void_p, *([c_void_p, c_int64] * 3), c_void_p]),
-    "octavo_forward": (None, [c_void_p] * 5),
-    "octavo_begin": (None, [c_void_p] * 3),
-    "octavo_layer_qkv": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
-    "octavo_layer_rest": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
-    "octavo_step": (None, [c_void_p] * 6),
-    "octavo_draw": (None, [c_void_p] * 3),
-    "octavo_logits": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
+    "octavo_attention": (_done, [c_void_p, c_void_p, c_void_p, *([c_void_p, c_int64] * 3), c_void_p]),
+    "octavo_forward": (_done, [c_void_p] * 5),
+    "octavo_begin": (_done, [c_void_p] * 3),
+    "octavo_layer_qkv": (_done, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
+    "octavo_layer_rest": (_done, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+    "octavo_step": (_done, [c_void_p] * 6),
+    "octavo_step_logits": (_done, [c_void_p] * 7),
+    "octavo_draw": (_done, [c_void_p] * 3),
+    "octavo_logits": (_done, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
 }
 
 
@@ -190,7 +197,11 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(path)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name)
-        function.restype, function.argtypes = result, arguments
+        function.argtypes = arguments
+        if result is _done:
+            function.restype, function.errcheck = c_int32, _done
+        else:
+            function.restype = result
     return found
 
 

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "kernels.h"
@@ -10,15 +11,18 @@
 
 const Kernels& kernels();  // of the level in use
 
-// Memory that only grows, so that a step allocates nothing once the largest has been seen.
+// Memory that only grows, so that a step allocates nothing once the largest has been seen. Throws where the system gives no more: only
+// ever in the thread that called the library, see unless_out_of_memory.
 template <class T>
 class Buffer {
   public:
     T* get(int64_t count) {
         if (count > capacity_) {
+            capacity_ = 0;
+            memory_.reset();
             memory_.reset(static_cast<T*>(std::aligned_alloc(64, (size_t)ceil_div(count * (int64_t)sizeof(T), 64) * 64)));
-            capacity_ = memory_ ? count : 0;
-            if (!memory_) std::abort();
+            if (!memory_) throw std::bad_alloc();
+            capacity_ = count;
         }
         return memory_.get();
     }
@@ -28,6 +32,17 @@ class Buffer {
     std::unique_ptr<T[], Free> memory_;
     int64_t capacity_ = 0;
 };
+
+// Runs a call of the C interface: 1, or 0 where there was no memory for it, and the next one may have enough.
+template <class Body>
+int32_t unless_out_of_memory(const Body& body) {
+    try {
+        body();
+        return 1;
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
 
 // How a linear layer wants its inputs.
 struct Reading {
@@ -96,6 +111,8 @@ struct OctavoEngine {
 Reading reading_of(const OctavoLinear& linear, int32_t wanted);
 // x @ weight.T + bias for all tokens.
 void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo);
+// The same for inputs that lie `ldx` apart.
+void linear(OctavoEngine& engine, const OctavoLinear& weight, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
 void embed(const OctavoLinear& table, int64_t id, float scale, float* out);
 // Tokens that a thread takes at a time in loops over tokens.
 inline int64_t token_chunk(const OctavoEngine& engine, int64_t tokens) {
@@ -108,4 +125,7 @@ void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const Octavo
 // out [tokens, heads * head_dim]: the rows of the tiles' tokens are filled.
 void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
                   int64_t ldq, float* out);
+// As in the C interface, but they throw.
+void forward(OctavoEngine&, const OctavoDecoder&, const OctavoCache* caches, const OctavoStep&, float* hidden);
+void make_logits(OctavoEngine&, const OctavoDecoder&, const float* hidden, int64_t rows, float* logits);
 void draw_rows(OctavoEngine& engine, const OctavoDraw& draw, int32_t* tokens);
