@@ -227,7 +227,7 @@ class Panels:
     data: npt.NDArray[np.uint8]
     """[bytes]"""
     finite: bool = True
-    """False: a number, or a scale of numbers, is NaN or infinite."""
+    """False: a number, or a scale of numbers, is NaN or infinite, or too large or small for what the rows were turned into."""
 
 
 @dataclass(frozen=True)

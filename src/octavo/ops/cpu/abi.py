@@ -28,8 +28,20 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "Q4_0": (3, "q4"),
     "Q4_1": (4, "q4"),
     "Q8_0": (5, "q8"),
+    "Q4_K": (6, "q4"),
+    "Q5_0": (7, "q8"),
+    "Q5_1": (8, "f16"),
+    "Q5_K": (9, "f16"),
+    "Q6_K": (10, "f16"),
+    "Q3_K": (11, "q8"),
+    "Q2_K": (12, "f16"),
+    "IQ4_NL": (13, "q8"),
+    "IQ4_XS": (14, "q8"),
+    "MXFP4": (15, "q8"),
 }
 """How rows are stored -> (code, the kind of panel they become)."""
+PANEL_BITS: Final[dict[PanelKind, float]] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q4": 5.0, "q8": 8.5}
+"""Of a weight, with its share of scales."""
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 READ_AS: Final[dict[CpuActivations, int]] = {"float32": 0, "int16": 1, "int8": 2}
 """What packed weights are multiplied with."""

@@ -25,6 +25,16 @@ enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are pack
     SOURCE_Q4_0 = 3,
     SOURCE_Q4_1 = 4,
     SOURCE_Q8_0 = 5,
+    SOURCE_Q4_K = 6,  // from here on turned into one of the others first (blocks.cpp)
+    SOURCE_Q5_0 = 7,
+    SOURCE_Q5_1 = 8,
+    SOURCE_Q5_K = 9,
+    SOURCE_Q6_K = 10,
+    SOURCE_Q3_K = 11,
+    SOURCE_Q2_K = 12,
+    SOURCE_IQ4_NL = 13,
+    SOURCE_IQ4_XS = 14,
+    SOURCE_MXFP4 = 15,
 };
 
 enum OctavoActivations : int32_t {  // what packed weights are multiplied with
@@ -146,7 +156,7 @@ EXPORT void octavo_engine_free(OctavoEngine*);
 
 EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
 // Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.
-// Returns 0 where a number, or a scale of numbers, is NaN or infinite; 1 where all are numbers.
+// Returns 1; 0 where a number, or a scale of numbers, is NaN or infinite, or is that in float16, or loses digits there.
 EXPORT int32_t octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
 
 EXPORT int32_t octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);

@@ -1,9 +1,14 @@
 // Checkpoint rows -> panels (layouts: matmul.h). Runs once at load.
 #include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
 
+#include "blocks.h"
 #include "kernels.h"
 
 static int32_t kind_of(int32_t source) {
+    if (const Conversion* by = conversion_of(source)) source = by->to;
     switch (source) {
         case SOURCE_F32: return KIND_F32;
         case SOURCE_F16: return KIND_F16;
@@ -124,19 +129,76 @@ static bool pack_floats(const Rows& rows, int64_t first, int64_t columns, T expo
     return finite;
 }
 
-int32_t octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed) {
-    const int32_t kind = kind_of(source);
-    const int64_t bytes = panel_bytes(kind, columns), groups = ceil_div(columns, GROUP);
-    const Rows from = {(const uint8_t*)rows_data, row_bytes, order, rows};
-    bool finite = true;
-    for (int64_t first = 0; first < rows; first += PANEL) {
-        uint8_t* panel = (uint8_t*)packed + first / PANEL * bytes;
-        const bool whole = first + PANEL <= rows && columns % GROUP == 0;
-        if (!whole) memset(panel, 0, (size_t)bytes);
-        if (kind == KIND_Q4) finite &= pack_q4(from, first, groups, source == SOURCE_Q4_1, panel);
-        else if (kind == KIND_Q8) finite &= pack_q8(from, first, groups, panel);
-        else if (kind == KIND_F32) finite &= pack_floats<uint32_t>(from, first, columns, 0x7f800000, panel);
-        else finite &= pack_floats<uint16_t>(from, first, columns, kind == KIND_F16 ? 0x7c00 : 0x7f80, panel);
+// Numbers that were rounded to float16. Small ones lose digits, which matters where the largest are no larger.
+struct Rounded {
+    uint16_t largest = 0;
+    bool small = false;
+    void see(const uint8_t* at) {
+        uint16_t half;
+        memcpy(&half, at, 2);
+        half &= 0x7fff;
+        if (half > largest) largest = half;
+        small |= half && half < 0x400;
     }
-    return finite;
+    bool good() const { return !small || largest >= 0x800; }
+};
+
+// A panel's rows by way of other blocks.
+class Converted {
+  public:
+    Converted(const Conversion& by, int64_t columns) : by_(by), blocks_(columns / by.values), data_((size_t)(PANEL * blocks_ * by.to_bytes)) {}
+
+    Rows rows(const Rows& from, int64_t first) {
+        const int64_t count = from.count - first < PANEL ? from.count - first : PANEL;
+        for (int64_t lane = 0; lane < count; lane++) {
+            const uint8_t* block = from.at(first + lane);
+            uint8_t* to = data_.data() + lane * blocks_ * by_.to_bytes;
+            for (int64_t b = 0; b < blocks_; b++) by_.convert(block + b * by_.bytes, to + b * by_.to_bytes);
+            if (by_.to == SOURCE_F16) continue;
+            for (int64_t at = 0, size = by_.to == SOURCE_Q4_1 ? 20 : 34; at < blocks_ * by_.to_bytes; at += size) {
+                scales_.see(to + at);
+                if (by_.to == SOURCE_Q4_1) minima_.see(to + at + 2);
+            }
+        }
+        return {data_.data(), blocks_ * by_.to_bytes, nullptr, count};
+    }
+    bool good() const { return scales_.good() && minima_.good(); }
+
+  private:
+    const Conversion& by_;
+    int64_t blocks_;
+    std::vector<uint8_t> data_;
+    Rounded scales_, minima_;
+};
+
+static bool pack_panel(int32_t source, const Rows& rows, int64_t first, int64_t columns, uint8_t* panel) {
+    const int64_t groups = ceil_div(columns, GROUP);
+    switch (source) {
+        case SOURCE_Q4_0: case SOURCE_Q4_1: return pack_q4(rows, first, groups, source == SOURCE_Q4_1, panel);
+        case SOURCE_Q8_0: return pack_q8(rows, first, groups, panel);
+        case SOURCE_F32: return pack_floats<uint32_t>(rows, first, columns, 0x7f800000, panel);
+        default: return pack_floats<uint16_t>(rows, first, columns, source == SOURCE_F16 ? 0x7c00 : 0x7f80, panel);
+    }
+}
+
+int32_t octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed) {
+    const int64_t bytes = panel_bytes(kind_of(source), columns);
+    const Rows from = {(const uint8_t*)rows_data, row_bytes, order, rows};
+    const Conversion* by = conversion_of(source);
+    bool finite = true, good = true;
+    try {
+        std::unique_ptr<Converted> converted;
+        if (by) converted.reset(new Converted(*by, columns));
+        for (int64_t first = 0; first < rows; first += PANEL) {
+            uint8_t* panel = (uint8_t*)packed + first / PANEL * bytes;
+            const bool whole = first + PANEL <= rows && columns % GROUP == 0;
+            if (!whole) memset(panel, 0, (size_t)bytes);
+            if (by) finite &= pack_panel(by->to, converted->rows(from, first), 0, columns, panel);
+            else finite &= pack_panel(source, from, first, columns, panel);
+        }
+        if (by) good = converted->good();
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+    return finite && good;
 }
