@@ -20,7 +20,7 @@ S = TypeVar("S", bound=ctypes.Structure)
 
 LAYOUT: Final = 1
 """Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
-KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
+KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4, "q8_minimum": 5, "q8_halves": 6}
 SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "F32": (0, "f32"),
     "F16": (1, "f16"),
@@ -30,9 +30,9 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "Q8_0": (5, "q8"),
     "Q4_K": (6, "q4"),
     "Q5_0": (7, "q8"),
-    "Q5_1": (8, "f16"),
-    "Q5_K": (9, "f16"),
-    "Q6_K": (10, "f16"),
+    "Q5_1": (8, "q8_minimum"),
+    "Q5_K": (9, "q8_minimum"),
+    "Q6_K": (10, "q8_halves"),
     "Q3_K": (11, "q8"),
     "Q2_K": (12, "f16"),
     "IQ4_NL": (13, "q8"),
@@ -40,7 +40,7 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "MXFP4": (15, "q8"),
 }
 """How rows are stored -> (code, the kind of panel they become)."""
-PANEL_BITS: Final[dict[PanelKind, float]] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q4": 5.0, "q8": 8.5}
+PANEL_BITS: Final[dict[PanelKind, float]] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q4": 5.0, "q8": 8.5, "q8_minimum": 9.0, "q8_halves": 9.0}
 """Of a weight, with its share of scales."""
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 READ_AS: Final[dict[CpuActivations, int]] = {"float32": 0, "int16": 1, "int8": 2}

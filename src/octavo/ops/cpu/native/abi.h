@@ -16,6 +16,8 @@ enum OctavoKind : int32_t {
     KIND_BF16 = 2,
     KIND_Q4 = 3,  // groups of 32: w = scale * q + minimum, q in 0..15
     KIND_Q8 = 4,  // groups of 32: w = scale * (q - 128), q in 0..255
+    KIND_Q8_MINIMUM = 5,  // the same, and a minimum for each group: w = scale * (q - 128) + minimum
+    KIND_Q8_HALVES = 6,   // the same with two scales a group: 16 columns share one
 };
 
 enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are packed

@@ -122,29 +122,29 @@ void mxfp4(const uint8_t* block, uint8_t* to) {
 }
 
 void q5_1(const uint8_t* block, uint8_t* to) {
-    const float d = from_half(block), minimum = from_half(block + 2);
-    for (int i = 0; i < 32; i++) {
-        const int code = (block[8 + i % 16] >> i / 16 * 4 & 15) | fifth_bit(block + 4, i);
-        put_half(to + 2 * i, d * code + minimum);
-    }
+    memcpy(to, block, 4);
+    for (int i = 0; i < 32; i++) to[4 + i] = (uint8_t)((block[8 + i % 16] >> i / 16 * 4 & 15) | fifth_bit(block + 4, i));
 }
 
 void q5_k(const uint8_t* block, uint8_t* to) {
     int scales[8], minima[8];
     k_scales(block + 4, scales, minima);
     const float d = from_half(block), dmin = from_half(block + 2);
-    for (int i = 0; i < 256; i++) {
-        const int run = i / 32, code = (block[48 + run / 2 * 32 + i % 32] >> run % 2 * 4 & 15) | (block[16 + i % 32] >> run & 1) << 4;
-        put_half(to + 2 * i, d * scales[run] * code - dmin * minima[run]);
+    for (int run = 0; run < 8; run++, to += 36) {
+        put_half(to, d * scales[run]);
+        put_half(to + 2, -(dmin * minima[run]));
+        for (int i = 0; i < 32; i++)
+            to[4 + i] = (uint8_t)((block[48 + run / 2 * 32 + i] >> run % 2 * 4 & 15) | (block[16 + i] >> run & 1) << 4);
     }
 }
 
 void q6_k(const uint8_t* block, uint8_t* to) {
     const float d = from_half(block + 208);
-    for (int i = 0; i < 256; i++) {
-        const int half = i / 128, run = i / 32 % 4, column = i % 32;
-        const int low = block[half * 64 + run % 2 * 32 + column] >> run / 2 * 4 & 15, high = block[128 + half * 32 + column] >> run * 2 & 3;
-        put_half(to + 2 * i, d * (int8_t)block[192 + i / 16] * ((low | high << 4) - 32));
+    for (int run = 0; run < 8; run++, to += 36) {
+        const uint8_t *low = block + run / 4 * 64 + run % 2 * 32, *high = block + 128 + run / 4 * 32;
+        for (int half = 0; half < 2; half++) put_half(to + 2 * half, d * (int8_t)block[192 + 2 * run + half]);
+        for (int i = 0; i < 32; i++)
+            to[4 + i] = (uint8_t)(((low[i] >> run % 4 / 2 * 4 & 15) | (high[i] >> run % 4 * 2 & 3) << 4) - 32);
     }
 }
 
@@ -162,8 +162,8 @@ const Conversion* conversion_of(int32_t source) {
     static const Conversion q4_k_ = {SOURCE_Q4_1, 256, 144, 160, q4_k}, q5_0_ = {SOURCE_Q8_0, 32, 22, 34, q5_0},
                             q3_k_ = {SOURCE_Q8_0, 256, 110, 272, q3_k}, iq4_nl_ = {SOURCE_Q8_0, 32, 18, 34, iq4_nl},
                             iq4_xs_ = {SOURCE_Q8_0, 256, 136, 272, iq4_xs}, mxfp4_ = {SOURCE_Q8_0, 32, 17, 34, mxfp4},
-                            q5_1_ = {SOURCE_F16, 32, 24, 64, q5_1}, q5_k_ = {SOURCE_F16, 256, 176, 512, q5_k},
-                            q6_k_ = {SOURCE_F16, 256, 210, 512, q6_k}, q2_k_ = {SOURCE_F16, 256, 84, 512, q2_k};
+                            q5_1_ = {BLOCK_MINIMUM, 32, 24, 36, q5_1}, q5_k_ = {BLOCK_MINIMUM, 256, 176, 288, q5_k},
+                            q6_k_ = {BLOCK_HALVES, 256, 210, 288, q6_k}, q2_k_ = {SOURCE_F16, 256, 84, 512, q2_k};
     switch (source) {
         case SOURCE_Q4_K: return &q4_k_;
         case SOURCE_Q5_0: return &q5_0_;

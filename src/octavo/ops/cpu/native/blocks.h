@@ -5,8 +5,13 @@
 
 #include "abi.h"
 
+enum : int32_t {        // blocks of 36 bytes that no file has: two float16, then 32 numbers of 8 bits
+    BLOCK_MINIMUM = 100,  // a scale and a minimum
+    BLOCK_HALVES = 101,   // a scale for 16 numbers each
+};
+
 struct Conversion {
-    int32_t to;        // SOURCE_*: what a block becomes blocks or numbers of
+    int32_t to;        // SOURCE_* or BLOCK_*: what a block becomes blocks or numbers of
     int32_t values;    // of a block
     int32_t bytes;     // of a block as it is stored
     int32_t to_bytes;  // of what it becomes

@@ -63,7 +63,7 @@ Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
     bool packed = false, floats = false;
     for (int i = 0; i < linear.num_segments; i++) {
         const int32_t kind = linear.segments[i].kind;
-        (kind == KIND_Q4 || kind == KIND_Q8 ? packed : floats) = true;
+        (is_packed(kind) ? packed : floats) = true;
     }
     if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
     return {wanted == ACTIVATIONS_INT8 ? ROUND_8 : ROUND_16, floats};

@@ -66,7 +66,7 @@ class Inputs {
         rounded_ = rounded_buffer_.get(groups_ * stride_ * GROUP);  // room for 16 bits
         scales_ = scale_buffer_.get(groups_ * stride_);
         sums_ = sum_buffer_.get(groups_ * stride_);
-        excess_ = excess_buffer_.get(groups_ * stride_);
+        excess_ = excess_buffer_.get(groups_ * stride_ * 2);
     }
     float* row(int64_t token) { return values_ + token * columns_; }
     void finish(int64_t token) { finish(token, row(token)); }
@@ -74,7 +74,7 @@ class Inputs {
         const bool wide = reading_.rounding == ROUND_16;
         void* rounded = wide ? (void*)(rounded_ + token * GROUP) : (void*)((int8_t*)rounded_ + token * GROUP);
         kernels().round_row(reading_.rounding, x, columns_, stride_,
-                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + token});
+                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + 2 * token});
     }
     Activations view() const {
         return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, excess_, tokens_, columns_, groups_, stride_};
