@@ -86,11 +86,20 @@ def all_tokens(path: Path, kind: type, **settings: Any) -> list[Any]:
     return found
 
 
+PLAIN_BLOCKS = {"": "Q4_1", "attn_k.weight": "Q8_0", "ffn_down.weight": "Q4_0"}
+K_QUANTS = {"": "Q4_K", "attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q6_K", "attn_k.weight": "Q3_K"}
+OTHERS = {"": "IQ4_XS", "attn_v.weight": "Q5_1", "ffn_down.weight": "Q2_K", "attn_k.weight": "Q5_0", "attn_q.weight": "IQ4_NL"}
+
+
 @pytest.mark.parametrize("family", ["llama", "granite"])
 @pytest.mark.parametrize("activations", ["int8", "int16"])
-def test_the_same_tokens_as_with_torch(family: str, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {"attn_k.weight": "Q8_0", "ffn_down.weight": "Q4_0"}
-    path, _ = packed_and_plain(tmp_path, lambda name: kinds.get(name.split(".", 2)[-1], "Q4_1"), family)
+@pytest.mark.parametrize("kinds", [PLAIN_BLOCKS, K_QUANTS, OTHERS])
+def test_the_same_tokens_as_with_torch(
+    family: str, activations: str, kinds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = packed_and_plain(
+        tmp_path, lambda name: kinds.get(name.removeprefix("blk.").split(".", 1)[-1], kinds.get(name, kinds[""])), family
+    )
     found = all_tokens(path, CompiledWorker, cpu_activations=activations)
     monkeypatch.setattr(compiled_worker, "compiled_worker", lambda config, progress: None)
     assert found == all_tokens(path, Worker, cpu_activations=activations)
@@ -109,7 +118,7 @@ def test_windows_do_without_torch_too(family: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("type_of", "settings"),
     [
-        (lambda _: "Q6_K", {}),
+        (lambda _: "IQ3_S", {}),
         (lambda _: "Q8_0", {"cpu_kernels": "torch"}),
         (lambda _: "Q8_0", {"dtype": "bfloat16"}),
     ],
@@ -184,7 +193,7 @@ def test_a_torch_that_cannot_be_imported_is_not_missed(tmp_path: Path) -> None:
 
 def test_torch_has_its_threads_again_once_the_engine_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_threads, "_workers", weakref.WeakSet())  # without workers that other tests have left behind
-    path, _ = packed_and_plain(tmp_path, lambda _: "Q6_K")
+    path, _ = packed_and_plain(tmp_path, lambda _: "IQ3_S")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)

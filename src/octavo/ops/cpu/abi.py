@@ -40,7 +40,15 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "MXFP4": (15, "q8"),
 }
 """How rows are stored -> (code, the kind of panel they become)."""
-PANEL_BITS: Final[dict[PanelKind, float]] = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q4": 5.0, "q8": 8.5, "q8_minimum": 9.0, "q8_halves": 9.0}
+PANEL_BITS: Final[dict[PanelKind, float]] = {
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q4": 5.0,
+    "q8": 8.5,
+    "q8_minimum": 9.0,
+    "q8_halves": 9.0,
+}
 """Of a weight, with its share of scales."""
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 READ_AS: Final[dict[CpuActivations, int]] = {"float32": 0, "int16": 1, "int8": 2}

@@ -66,7 +66,8 @@ class Inputs {
         rounded_ = rounded_buffer_.get(groups_ * stride_ * GROUP);  // room for 16 bits
         scales_ = scale_buffer_.get(groups_ * stride_);
         sums_ = sum_buffer_.get(groups_ * stride_);
-        excess_ = excess_buffer_.get(groups_ * stride_ * 2);
+        excess_ = excess_buffer_.get(2 * groups_ * stride_);
+        first_excess_ = excess_ + groups_ * stride_;
     }
     float* row(int64_t token) { return values_ + token * columns_; }
     void finish(int64_t token) { finish(token, row(token)); }
@@ -74,10 +75,12 @@ class Inputs {
         const bool wide = reading_.rounding == ROUND_16;
         void* rounded = wide ? (void*)(rounded_ + token * GROUP) : (void*)((int8_t*)rounded_ + token * GROUP);
         kernels().round_row(reading_.rounding, x, columns_, stride_,
-                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + 2 * token});
+                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + token,
+                             first_excess_ + token});
     }
     Activations view() const {
-        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, excess_, tokens_, columns_, groups_, stride_};
+        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_,  sums_,  excess_, first_excess_,
+                tokens_,           columns_,                            groups_,  stride_};
     }
 
   private:
@@ -86,7 +89,7 @@ class Inputs {
     Buffer<int32_t> excess_buffer_;
     float *values_ = nullptr, *floats_ = nullptr, *scales_ = nullptr, *sums_ = nullptr;
     int16_t* rounded_ = nullptr;
-    int32_t* excess_ = nullptr;
+    int32_t *excess_ = nullptr, *first_excess_ = nullptr;
     int64_t tokens_ = 0, columns_ = 0, groups_ = 0, stride_ = 0;
     Reading reading_ = {ROUND_NOT, false};
 };

@@ -46,7 +46,8 @@ struct Activations {
     const void* rounded;  // [groups, stride, 32] int16 or int8
     const float* scales;    // [groups, stride]
     const float* sums;      // [groups, stride] scale * sum of rounded
-    const int32_t* excess;  // [groups, stride, 2] -128 * sum of rounded, of 16 columns each: what takes the 128 off unsigned weights
+    const int32_t* excess;  // [groups, stride] -128 * sum of rounded: what takes the 128 off unsigned weights
+    const int32_t* first_excess;  // [groups, stride] the same of a group's first 16 columns
     int64_t tokens, columns, groups;
     int64_t stride;  // at least the tokens
 };
@@ -56,7 +57,7 @@ struct RowTarget {
     float* floats;
     void* rounded;
     float *scales, *sums;
-    int32_t* excess;
+    int32_t *excess, *first_excess;
 };
 
 struct AttentionTile {

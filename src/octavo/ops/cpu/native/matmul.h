@@ -194,7 +194,7 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
     constexpr bool BARE = L::Q4 || (!WIDE && SIGNED_BYTES);  // no 128 is in the sums
     constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
     const float *scales = a.scales + token, *offsets = a.sums + token;
-    const int32_t* excess = a.excess + 2 * token;
+    const int32_t *excess = a.excess + token, *first_excess = a.first_excess + token;
     const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
     vf acc[T][VECTORS];
     for (int t = 0; t < T; t++)
@@ -208,10 +208,8 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
         const auto add_part = [&](auto which) __attribute__((always_inline)) {
             constexpr int PART = decltype(which)::value, FROM = PART * 8 / L::PARTS, TO = FROM + 8 / L::PARTS;
             Dots<T> dots;
-            for (int t = 0; t < T; t++) {
-                const int32_t* of = excess + 2 * (at + t);
-                dots.start(t, BARE ? 0 : L::PARTS == 1 ? of[0] + of[1] : of[PART]);
-            }
+            for (int t = 0; t < T; t++)
+                dots.start(t, BARE ? 0 : L::PARTS == 1 ? excess[at + t] : PART ? excess[at + t] - first_excess[at + t] : first_excess[at + t]);
             if constexpr (WIDE) add_16<T, FROM, TO>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
             else add_8<T, L::Q4, FROM, TO>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
             // Scales are read only after the dot products, which need the registers.

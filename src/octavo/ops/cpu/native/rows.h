@@ -145,7 +145,7 @@ static void finish_logits(float* logits, int64_t count, float scale, float cap) 
 // 32 numbers to the nearest of 2 * `most` + 1 steps of their largest. A NaN or an infinity makes the scale NaN, so that it shows
 // in the product.
 template <class T>
-INLINE void round_to(const float* x, float most, T* rounded, float* scale, float* sum, int32_t* excess) {
+INLINE void round_to(const float* x, float most, T* rounded, float* scale, float* sum, int32_t* excess, int32_t* first_excess) {
     vf largest = splat(0.0f), poison = splat(0.0f);
     for (int i = 0; i < GROUP; i += W) {
         vf v = load(x + i);
@@ -155,7 +155,7 @@ INLINE void round_to(const float* x, float most, T* rounded, float* scale, float
     if (any_nan(poison)) {
         memset(rounded, 0, GROUP * sizeof(T));
         *scale = *sum = __builtin_nanf("");
-        excess[0] = excess[1] = 0;
+        *excess = *first_excess = 0;
         return;
     }
     const float peak = largest_lane(largest);
@@ -171,11 +171,11 @@ INLINE void round_to(const float* x, float most, T* rounded, float* scale, float
         narrow v = __builtin_convertvector(whole, narrow);
         memcpy(rounded + i, &v, sizeof v);
     }
-    const int32_t first = reduce_add(total[0]), second = reduce_add(total[1]);
-    excess[0] = -128 * first;
-    excess[1] = -128 * second;
+    const int32_t first = reduce_add(total[0]), count = first + reduce_add(total[1]);
+    *excess = -128 * count;
+    *first_excess = -128 * first;
     *scale = step;
-    *sum = step * (float)(first + second);
+    *sum = step * (float)count;
 }
 
 static void round_row(Rounding rounding, const float* x, int64_t columns, int64_t stride, const RowTarget& to) {
@@ -189,8 +189,11 @@ static void round_row(Rounding rounding, const float* x, int64_t columns, int64_
             group = filled;
         }
         if (to.floats) memcpy(to.floats + at * GROUP, group, GROUP * 4);
-        if (rounding == ROUND_16) round_to(group, 32767.0f, (int16_t*)to.rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + 2 * at);
-        else if (rounding == ROUND_8) round_to(group, 127.0f, (int8_t*)to.rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + 2 * at);
+        const auto round = [&](float most, auto* rounded) {
+            round_to(group, most, rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + at, to.first_excess + at);
+        };
+        if (rounding == ROUND_16) round(32767.0f, (int16_t*)to.rounded);
+        else if (rounding == ROUND_8) round(127.0f, (int8_t*)to.rounded);
     }
 }
 
