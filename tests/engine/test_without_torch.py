@@ -1,4 +1,4 @@
-"""Plain GGUF models on a CPU: torch is only imported for requests that want more than the compiled kernels do, and nothing else differs."""
+"""Plain GGUF models on a CPU: torch is not imported, whatever requests want, and nothing else differs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from octavo.protocol.boot import child_environment
 from octavo.worker import compiled_worker, torch_threads
 from octavo.worker.compiled_worker import CompiledWorker
 from octavo.worker.worker import Worker
-from tests.models.test_gguf_packed import packed_and_plain
+from tests.models.test_gguf_families import metadata_of
+from tests.models.test_gguf_packed import SIZES, packed_and_plain
 from tests.support.bundled import bundled_model_path
+from tests.support.gguf_models import tensors_of, write_model
+from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
 
@@ -58,6 +61,16 @@ def worker_of(llm: LLM) -> object:
     return llm._client.core.executor._worker  # type: ignore[union-attr]
 
 
+def windowed(folder: Path, family: str) -> Path:
+    """A file in blocks of 8 bits, some or all of whose layers have a window."""
+    layers = {"sliding_window": 8} | ({"layer_types": ["sliding_attention", "full_attention"]} if family != "mistral" else {})
+    arch = "llama" if family == "mistral" else family
+    model = tiny_model(family, **(SIZES | layers))
+    more = {"attention.sliding_window": 8, "rope.dimension_count": 64}
+    write_model(folder / "windowed.gguf", arch, metadata_of(model, arch, more), tensors_of(model, arch), packed="Q8_0")
+    return folder / "windowed.gguf"
+
+
 def tokens_of(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
 
@@ -67,31 +80,45 @@ def all_tokens(path: Path, kind: type, **settings: Any) -> list[Any]:
         worker = worker_of(llm)
         assert type(worker) is kind
         found = [tokens_of(llm.generate(PROMPTS, PLAIN, use_tqdm=False)) for _ in range(2)]  # the second time from the cache
-        if isinstance(worker, CompiledWorker):
-            assert not worker.uses_tensors
         special = llm.generate(PROMPTS, SPECIAL, use_tqdm=False)
-        if isinstance(worker, CompiledWorker):
-            assert worker.uses_tensors
         assert special[0].outputs[0].logprobs is not None and special[2].prompt_logprobs is not None
         found += [tokens_of(special), tokens_of(llm.generate(PROMPTS, PLAIN, use_tqdm=False))]
     return found
 
 
+PLAIN_BLOCKS = {"": "Q4_1", "attn_k.weight": "Q8_0", "ffn_down.weight": "Q4_0"}
+K_QUANTS = {"": "Q4_K", "attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q6_K", "attn_k.weight": "Q3_K"}
+OTHERS = {"": "IQ4_XS", "attn_v.weight": "Q5_1", "ffn_down.weight": "Q2_K", "attn_k.weight": "Q5_0", "attn_q.weight": "IQ4_NL"}
+
+
 @pytest.mark.parametrize("family", ["llama", "granite"])
 @pytest.mark.parametrize("activations", ["int8", "int16"])
-def test_the_same_tokens_as_with_torch(family: str, activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {"attn_k.weight": "Q8_0", "ffn_down.weight": "Q4_0"}
-    path, _ = packed_and_plain(tmp_path, lambda name: kinds.get(name.split(".", 2)[-1], "Q4_1"), family)
+@pytest.mark.parametrize("kinds", [PLAIN_BLOCKS, K_QUANTS, OTHERS])
+def test_the_same_tokens_as_with_torch(
+    family: str, activations: str, kinds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = packed_and_plain(
+        tmp_path, lambda name: kinds.get(name.removeprefix("blk.").split(".", 1)[-1], kinds.get(name, kinds[""])), family
+    )
     found = all_tokens(path, CompiledWorker, cpu_activations=activations)
     monkeypatch.setattr(compiled_worker, "compiled_worker", lambda config, progress: None)
     assert found == all_tokens(path, Worker, cpu_activations=activations)
     assert len({one for output in found[0] for one in output}) > 4
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
+def test_windows_do_without_torch_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that slide have a cache of their own, whose blocks come round again."""
+    path = windowed(tmp_path, family)
+    found = all_tokens(path, CompiledWorker, block_size=4)
+    monkeypatch.setattr(compiled_worker, "compiled_worker", lambda config, progress: None)
+    assert found == all_tokens(path, Worker, block_size=4)
+
+
 @pytest.mark.parametrize(
     ("type_of", "settings"),
     [
-        (lambda _: "Q6_K", {}),
+        (lambda _: "IQ3_S", {}),
         (lambda _: "Q8_0", {"cpu_kernels": "torch"}),
         (lambda _: "Q8_0", {"dtype": "bfloat16"}),
     ],
@@ -104,71 +131,73 @@ def test_what_is_not_plain_takes_the_other_way(type_of: Callable[[str], str], se
 
 
 PROGRAM = """
-import json, sys
+import json, resource, sys
 from octavo import LLM, SamplingParams
-path, settings = json.loads(sys.argv[1])
+path, settings, wishes, room = json.loads(sys.argv[1])
 with LLM(path, **settings) as llm:
-    params = [SamplingParams(temperature=0.0, max_tokens=5), SamplingParams(temperature=0.9, top_p=0.8, max_tokens=5, n=2)]
-    llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 2, params, use_tqdm=False)
-    before = [name for name in ("torch", "transformers") if name in sys.modules]
-    [found] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, logprobs=1), use_tqdm=False)
-    print(json.dumps([before, "torch" in sys.modules, len(found.outputs[0].logprobs)]))
+    if room:
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+    params = [SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, **wish) for wish in wishes]
+    outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * len(params), params, use_tqdm=False)
+    found = [output.outputs[0] for output in outputs]
+    print(json.dumps([
+        [name for name in ("torch", "transformers") if name in sys.modules],
+        [len(one.token_ids) for one in found],
+        [len(one.logprobs or ()) for one in found],
+    ]))
 """
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": {5: 3.0}},
+    {"min_tokens": 3},
+    {"allowed_token_ids": [4, 5, 6]},
+    {"logprob_token_ids": [3]},
+]
 
 
-def test_a_process_without_torch_until_a_request_wants_it(tmp_path: Path) -> None:
+def run_alone(path: Path, environment: dict[str, str], room: int = 0) -> list[Any]:
+    asked = json.dumps([str(path), SETTINGS, WISHES, room])
+    run = subprocess.run([sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+ALL_SERVED = [[], [5] * len(WISHES), [5 if "logprobs" in wish or "logprob_token_ids" in wish else 0 for wish in WISHES]]
+
+
+def test_a_process_without_torch_whatever_requests_want(tmp_path: Path) -> None:
     path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
-    asked = json.dumps([str(path), SETTINGS])
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, env=child_environment(), timeout=120, check=True
-    )
-    before, after, scored = json.loads(run.stdout.splitlines()[-1])
-    assert before == []
-    assert after
-    assert scored >= 1
+    assert run_alone(path, child_environment()) == ALL_SERVED
 
 
-BROKEN = """
-import json, sys
-from octavo import LLM, SamplingParams
-path, settings = json.loads(sys.argv[1])
-found = []
-with LLM(path, **settings) as llm:
-    for _ in range(2):
-        [failed] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, min_tokens=2), use_tqdm=False)
-        found.append(failed.outputs[0].error or failed.error)
-        [fine] = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        found.append(len(fine.outputs[0].token_ids))
-print(json.dumps(found))
-"""
+def test_memory_that_torch_would_not_fit_into_is_enough_for_all_requests(tmp_path: Path) -> None:
+    """Under such a limit the engine was killed, once and again when its requests were replayed."""
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    assert run_alone(path, child_environment(), room=64 * 2**20) == ALL_SERVED
 
 
-def test_where_torch_cannot_be_imported_the_requests_that_want_it_are_told(tmp_path: Path) -> None:
-    """It is tried once, beside the steps; the others are served."""
+def test_a_torch_that_cannot_be_imported_is_not_missed(tmp_path: Path) -> None:
     path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
     (tmp_path / "broken" / "torch").mkdir(parents=True)
-    tries = tmp_path / "tries"
-    code = f"open({str(tries)!r}, 'a').write('x')\nraise ImportError('libnothing.so is missing')\n"
-    (tmp_path / "broken" / "torch" / "__init__.py").write_text(code)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libnothing.so is missing')\n")
     environment = child_environment()
     environment["PYTHONPATH"] = f"{tmp_path / 'broken'}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    asked = json.dumps([str(path), SETTINGS])
-    run = subprocess.run([sys.executable, "-c", BROKEN, asked], capture_output=True, text=True, env=environment, timeout=120, check=True)
-    first, served, second, served_again = json.loads(run.stdout.splitlines()[-1])
-    assert (served, served_again) == (3, 3)
-    assert "cannot be imported (ImportError: libnothing.so is missing). Reinstall torch" in first
-    assert second == first
-    assert tries.read_text() == "x"
+    assert run_alone(path, environment) == ALL_SERVED
 
 
 def test_torch_has_its_threads_again_once_the_engine_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_threads, "_workers", weakref.WeakSet())  # without workers that other tests have left behind
-    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    path, _ = packed_and_plain(tmp_path, lambda _: "IQ3_S")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        with LLM(str(path), **SETTINGS) as first:
-            first.generate(PROMPTS[:1], SPECIAL[:1], use_tqdm=False)
+        with LLM(str(path), **SETTINGS):
             assert torch.get_num_threads() == 1
             with LLM(str(path), **SETTINGS, cpu_kernels="torch"):
                 assert torch.get_num_threads() == 2
@@ -184,7 +213,7 @@ def test_copies_of_blocks_are_of_all_layers() -> None:
     memory = NativeCacheMemory(layers, CacheKinds(6), 4, np.float16)
     for number, array in enumerate((*memory.keys, *memory.values)):
         array[:] = np.arange(6).reshape(-1, 1, 1, 1) + 10 * number
-    memory.copy_blocks(0, np.asarray([1, 2], np.int32), np.asarray([4, 1], np.int32))
+    memory.copy_blocks(np.asarray([1, 2], np.int32), np.asarray([4, 1], np.int32))
     for number, array in enumerate((*memory.keys, *memory.values)):
         assert array[:, 0, 0, 0].tolist() == [10 * number + block for block in (0, 2, 2, 3, 1, 5)]
     assert NativeCacheMemory.bytes_per_block(layers, 4, 2) * 6 == memory.blocks[0].nbytes

@@ -257,6 +257,42 @@ def test_a_killed_api_server_takes_only_its_own_requests_along(fresh: ServerProc
     assert "Another takes its place" in fresh.log
 
 
+def test_one_that_takes_anothers_place_reads_the_tokenizer_of_the_start(tmp_path: Path) -> None:
+    """Also where its files have become others: the engine, the other API servers and streams under way are those of the start."""
+    model = write_tiny_checkpoint(tmp_path / "model")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}before {{ m.content }}{% endfor %}")
+    chat = {"messages": [{"role": "user", "content": "the other"}]}
+    with server_process(
+        tmp_path,
+        scripted_engine(model, tmp_path, SCRIPT, chat_template=str(template)),
+        api_server_count=2,
+        state_dir=str(tmp_path / "state"),
+    ) as server:
+        server.wait_ready()
+        before = [server.http.post("/tokenize", json=body).json()["tokens"] for body in ({"prompt": "the other"}, chat)]
+        other = json.loads((model / "tokenizer.json").read_text())
+        other["model"]["merges"] = []
+        (model / "tokenizer.json").write_text(json.dumps(other))
+        template.write_text("{% for m in messages %}after {{ m.content }}{% endfor %}")
+        victim, survivor = api_servers(server)
+        os.kill(victim, signal.SIGKILL)
+        assert wait_until(lambda: bool(set(api_servers(server)) - {victim, survivor}))
+        (newcomer,) = set(api_servers(server)) - {victim, survivor}
+        with closing(connection_to(server, newcomer)) as connection:
+            found = [connection.post("/tokenize", json=body).json()["tokens"] for body in ({"prompt": "the other"}, chat)]
+        assert found == before
+
+
+def test_a_damaged_tokenizer_is_told_of_by_its_own_name(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    with server_process(tmp_path, scripted_engine(model, tmp_path, SCRIPT), api_server_count=2) as server:
+        assert server.wait() == 1
+        assert f"{model}/tokenizer.json cannot be read as a tokenizer" in server.log
+        assert "Traceback" not in server.log
+
+
 def test_a_beam_search_whose_server_dies_frees_its_blocks(checkpoint: Path, tmp_path: Path) -> None:
     config = scripted_engine(checkpoint, tmp_path, {"default": [40] * 4000, "step_delay_ms": 5}, enable_prefix_caching=False)
     with server_process(tmp_path, config, api_server_count=2) as server:

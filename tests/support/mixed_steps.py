@@ -1,26 +1,35 @@
-"""A sequence of steps with everything in it that whole-step programs must get right, for any runner."""
+"""A sequence of steps with everything in it that whole-step programs must get right, for whatever runs steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from octavo.protocol.params import SamplingParams
-from octavo.protocol.step import StepResult
+from octavo.protocol.step import StepPlan, StepResult
 from octavo.worker.runner import Runner, settle
 from tests.support.step_plans import Plans, Row, slot_init
 
 BLOCK, VOCAB, SLOTS, LENGTH, BLOCKS = 4, 150, 6, 64, 40
-"""What the runner's tables and cache must have."""
+"""What the tables and cache must have."""
 
 
-def play(runner: Runner) -> list[dict[int, int]]:
+Run = Callable[[StepPlan], StepResult]
+
+
+def by_operations(runner: Runner) -> Run:
+    """Steps of a runner, waited for."""
+    return lambda plan: settle(runner.launch(plan))
+
+
+def play(run: Run) -> list[dict[int, int]]:
     """Three requests (greedy, random, filtered): prompts, decodes that need new blocks, one leaves, and logprobs for a while."""
     plans, results = Plans(), list[StepResult]()
 
     def step(rows: list[Row], **more: Any) -> None:
-        results.append(settle(runner.launch(plans(rows, **more))))
+        results.append(run(plans(rows, **more)))
 
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=None),

@@ -35,7 +35,6 @@ class NativeCpuAttention:
         dtype: of the cache: float32 or float16.
         threads: for layers that are called one by one; a compiled decoder brings its own.
         sliding: a second kind of cache, for some of the layers.
-        memory: to go on with, of the same layers, blocks and dtype; None: it is allocated.
 
     Raises:
         ConfigError: another dtype.
@@ -54,7 +53,6 @@ class NativeCpuAttention:
         threads: int = 1,
         *,
         sliding: SlidingBlocks | None = None,
-        memory: NativeCacheMemory | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float16):
             raise ConfigError(
@@ -62,10 +60,10 @@ class NativeCpuAttention:
             )
         self._kinds = CacheKinds(num_blocks, sliding)
         numbers = np.float16 if dtype == torch.float16 else np.float32
-        self._memory = memory or NativeCacheMemory(layers, self._kinds, block_size, numbers)
-        self._keys = [torch.from_numpy(keys) for keys in self._memory.keys]
-        self._values = [torch.from_numpy(values) for values in self._memory.values]
-        self.caches = self._memory.caches
+        self.memory = NativeCacheMemory(layers, self._kinds, block_size, numbers)
+        self._keys = [torch.from_numpy(keys) for keys in self.memory.keys]
+        self._values = [torch.from_numpy(values) for values in self.memory.values]
+        self.caches = self.memory.caches
         """By layer."""
         self._engine = functools.cache(lambda: abi.Engine(threads))
 
@@ -95,6 +93,4 @@ class NativeCpuAttention:
         return PagedStep(step, self.caches, _Owned(tensors, arrays), self._engine)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for kind in (0, 1):
-            source, destination = self._kinds.copies(kind, src, dst)
-            self._memory.copy_blocks(kind, source.numpy(), destination.numpy())
+        self.memory.copy_blocks(src.numpy(), dst.numpy())

@@ -21,6 +21,7 @@ from octavo.attention.base import LayerSpec
 from octavo.attention.kinds import CacheKinds
 from octavo.ops.cpu import abi
 from octavo.ops.cpu.pages import fresh_bytes
+from octavo.protocol.step import Int32
 
 LANES = 16
 """Numbers in the widest vector that the kernels are compiled for."""
@@ -88,15 +89,16 @@ class NativeCacheMemory:
     def bytes_per_block(layers: tuple[LayerSpec, ...], block_size: int, itemsize: int) -> int:
         return sum(sum(_numbers(s, block_size)) for s in layers) * itemsize
 
-    def copy_blocks(self, kind: int, source: npt.NDArray[np.integer[Any]], destination: npt.NDArray[np.integer[Any]]) -> None:
-        """Copy whole blocks of one kind of cache, all layers of them.
+    def copy_blocks(self, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks, all layers of them.
 
         Args:
-            source, destination: [copies] as that kind numbers them.
+            source, destination: [copies] as plans name blocks, see `CacheKinds.copies`.
         """
-        blocks = self.blocks[kind]
-        if len(blocks):
-            blocks[destination] = blocks[source]
+        first = self.kinds.num_blocks
+        for kind, blocks in enumerate(self.blocks):
+            mine = (source >= first) == bool(kind)
+            blocks[destination[mine] - first * kind] = blocks[source[mine] - first * kind]
 
 
 def padded(count: int) -> int:

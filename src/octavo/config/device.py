@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
 import logging
 import os
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
 _MOST_THREADS = 1024
-NATIVE_ABI = 5
+NATIVE_ABI = 6
 """Of the compiled CPU kernels that this code calls."""
 
 
@@ -144,11 +145,22 @@ def _native_problem(path: Path) -> str | None:
     """Why a library of compiled CPU kernels cannot be used."""
     if not _is_whole(path):
         return "is damaged (it ends before what its header says it holds)"
+    if not _is_as_built(path):
+        return "is damaged (its checksum is not that of the library that was built)"
     try:
         abi = ctypes.CDLL(str(path)).octavo_abi()
     except (OSError, AttributeError) as error:
         return f"cannot be loaded ({error})"
     return None if abi == NATIVE_ABI else f"was built for another version of Octavo (interface {abi}, wanted {NATIVE_ABI})"
+
+
+def _is_as_built(path: Path) -> bool:
+    """Whether a library has the checksum that `setup.py` left beside it, if it did: code that was damaged ends the process somewhere."""
+    try:
+        expected = path.with_name(path.name + ".sha256").read_text().strip()
+        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
+    except (OSError, UnicodeDecodeError):
+        return True
 
 
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"

@@ -11,7 +11,6 @@ import time
 from collections import deque
 
 from octavo.config.types import EngineConfig
-from octavo.core.anteroom import Anteroom, GettingReady, nothing_first
 from octavo.core.batch import Batch
 from octavo.core.constraint import WAIT_SECONDS
 from octavo.core.kv.manager import KVManager
@@ -32,7 +31,7 @@ IDLE_TURNS = 3
 class EngineCore:
     """Turns requests into steps and steps into tokens. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, getting_ready: GettingReady = nothing_first) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
         shape, scheduler = executor.cache_shape, config.scheduler
         max_model_len = min(config.model.max_model_len, executor.ready_report.max_model_len or config.model.max_model_len)
         self.executor = executor
@@ -46,8 +45,6 @@ class EngineCore:
         # On a GPU such a step leaves the graphs of decodes, which nobody has weighed against the steps that it saves.
         forces = scheduler.stages == 1 and config.device.kind == "cpu"
         self.settler = Settler(self.batch, self.kv, self.policy, self.life, forces=forces)
-        self._getting_ready = getting_ready
-        self._anteroom = Anteroom()
         self._flights: deque[Flight] = deque()
         self._next_step = 0
         self._idle_turns = 0
@@ -58,16 +55,11 @@ class EngineCore:
 
     def add(self, request: NewRequest) -> None:
         """Take in a request. One that cannot be served ends with an error delta in the next turn."""
-        if (future := self._getting_ready(request.sampling)) is not None:
-            self._anteroom.keep(future, request)
-        else:
-            self.life.add(request)
+        self.life.add(request)
 
     def abort(self, message: AbortRequests) -> None:
         """End requests; their last delta (finish_reason abort) comes with the next turn. Unknown ids are ignored."""
         for request_id in message.request_ids:
-            for new in self._anteroom.call(request_id):
-                self.life.add(new)
             self.life.abort(request_id, message.index)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -86,7 +78,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to deliver."""
-        return bool(self.life.num_live or self._flights or self.life.outbox or self._anteroom)
+        return bool(self.life.num_live or self._flights or self.life.outbox)
 
     def prepare(self) -> bool:
         """Use a moment for what makes later steps quicker; whether something is left of that."""
@@ -107,12 +99,6 @@ class EngineCore:
         deltas: list[TokenDelta] = []
         while self._flights and self._next_waits():
             deltas += self._settle()
-        if self._anteroom:
-            for new, problem in self._anteroom.leave(wait=not self._flights and not self.life.num_live):
-                if problem is None:
-                    self.life.add(new)
-                else:
-                    self.life.refuse(new, problem)
         self.life.unpark(wait=not self._flights and self.life.num_live == self.life.constraints.num_parked)
         now = time.monotonic()
         plan = self._plan(now)
@@ -220,7 +206,7 @@ class EngineCore:
             step=self._next_step,
             last_step_time=self._last_time,
             running=running,
-            waiting=self.life.num_live - running + len(self._anteroom),
+            waiting=self.life.num_live - running,
             kv_blocks_total=kv.capacity,
             kv_blocks_used=used,
             kv_blocks_cached=kv.tree.num_evictable,

@@ -67,12 +67,10 @@ def build_engine(
         pooling = PoolingWorker(config, progress)
         return PoolingCore(config, pooling), pooling.ready_report
 
-    from octavo.core.anteroom import GettingReady, nothing_first
     from octavo.core.loop import EngineCore
     from octavo.executor.inline import InlineExecutor
 
     executor: Executor
-    getting_ready: GettingReady = nothing_first
     if config.reliability.scripted_model is not None:
         # No torch: a scripted server starts in a fraction of a second.
         from octavo.worker.scripted import ScriptedWorker
@@ -81,14 +79,9 @@ def build_engine(
     elif config.parallel.world > 1:
         executor = _ranks(config, progress, lost, defer)
     else:
-        from octavo.worker.compiled_worker import CompiledWorker
-
-        worker = _one_rank(config, progress, defer)
-        if isinstance(worker, CompiledWorker):
-            getting_ready = worker.getting_ready
-        executor = InlineExecutor(lambda: worker)
+        executor = InlineExecutor(lambda: _one_rank(config, progress, defer))
     try:
-        return EngineCore(config, executor, getting_ready), executor.ready_report
+        return EngineCore(config, executor), executor.ready_report
     except BaseException:
         executor.shutdown()
         raise

@@ -239,9 +239,10 @@ class Assembly:
         rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
         if rows is not None and rows.encoding in kernels.encodings and not (rounds and rows.encoding in ("F32", "F16", "BF16")):
             panels = kernels.pack_rows(rows)
-            if not panels.finite and rows.encoding not in ("F32", "F16", "BF16"):
+            if panels.finite or rows.encoding in ("F32", "F16", "BF16"):
+                return panels
+            if stored.coded is None:
                 raise CheckpointError(f"{stored.file}: tensor {stored.name} holds scales that are NaN or infinite: it is damaged.")
-            return panels
         if stored.coded is not None:
             return kernels.pack_rows(block_rows(stored.coded()))
         tensor = torch.empty(stored.shape, dtype=torch.float32)

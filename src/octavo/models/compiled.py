@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,6 @@ from octavo.parallel.group import ALONE, TensorGroup
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 if TYPE_CHECKING:
-    from octavo.attention.native_cpu import NativeCpuAttention
     from octavo.ops.cpu.steps import CpuSteps, SlotMemory
 
 
@@ -85,6 +84,6 @@ class CompiledDecoder:
         """See `ops.program.CompiledDecoder`."""
         return self._compiled.draw
 
-    def steps(self, attention: NativeCpuAttention, memory: SlotMemory) -> CpuSteps:
-        """Whole steps over the attention's KV cache."""
-        return self._compiled.steps(attention.caches, memory)
+    def steps(self, caches: Any, memory: SlotMemory) -> CpuSteps:
+        """See `ops.program.CompiledDecoder`."""
+        return self._compiled.steps(caches, memory)

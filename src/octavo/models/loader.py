@@ -213,9 +213,7 @@ def _bits_kept(tensor: GgufTensor, itemsize: int, ops: Ops) -> float:
     if ops.decoder is None:
         bits = None if "_embd" in tensor.name else packed_bits(tensor.type)  # embeddings are looked up
         return 8 * itemsize if bits is None else bits
-    if tensor.type in ops.decoder.encodings:
-        return 8 * tensor.nbytes / math.prod(tensor.shape)
-    return {"Q4_K": 5.0, "Q5_0": 8.5, "Q3_K": 8.5}.get(tensor.type, 16.0)
+    return ops.decoder.encodings.get(tensor.type, 16.0)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Anything else, and anything that is wrong with the file, is left to `loader`, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def load_program(config: EngineConfig, kernels: DecoderKernels, progress: Progre
     if not _plain_settings(config) or (gguf := open_header(config)) is None:
         return None
     spec, family = gguf_spec(config.model.hf_config, gguf)
-    if not compilable(spec) or sum(t.nbytes for t in gguf.tensors.values()) > config.device.total_bytes:
+    if not compilable(spec) or _bytes_needed(gguf, kernels) > config.device.total_bytes:
         return None
     weights = _Weights(spec, family, gguf)
     try:
@@ -82,6 +83,10 @@ def _plain_settings(config: EngineConfig) -> bool:
         and text_part.ORIGIN not in model.hf_config
         and not runs_through_transformers(config)
     )
+
+
+def _bytes_needed(gguf: GgufFile, kernels: DecoderKernels) -> float:
+    return sum(kernels.encodings.get(t.type, 32.0) / 8 * math.prod(t.shape) for t in gguf.tensors.values())
 
 
 def _packer(config: EngineConfig, kernels: DecoderKernels, gguf: GgufFile) -> AbstractContextManager[Callable[[EncodedRows], Panels]]:

@@ -182,8 +182,8 @@ class ExpertsWeight:
         return cls(weight, count, rows, columns, weight.nbytes)
 
 
-PanelKind = Literal["f32", "f16", "bf16", "q4", "q8"]
-"""q4: groups of 32 columns with a scale and a minimum; q8: groups of 32 with a scale."""
+PanelKind = Literal["f32", "f16", "bf16", "q4", "q8", "q8_minimum", "q8_halves"]
+"""q4: groups of 32 columns with a scale and a minimum; q8: groups of 32 with a scale; with a minimum too; with a scale for 16 columns each."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Panels:
     data: npt.NDArray[np.uint8]
     """[bytes]"""
     finite: bool = True
-    """False: a number, or a scale of numbers, is NaN or infinite."""
+    """False: a number, or a scale of numbers, is NaN or infinite, or too large or small for what the rows were turned into."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,8 @@ _PANEL_NAMES: Mapping[PanelKind, str] = {
     "bf16": "bfloat16",
     "q4": "4-bit groups",
     "q8": "8-bit integers",
+    "q8_minimum": "8-bit integers",
+    "q8_halves": "8-bit integers",
 }
 
 

@@ -6,7 +6,7 @@ of calling one operation after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +118,8 @@ class DecoderKernels:
 
     pack_rows: Callable[[EncodedRows], Panels]
     """Checkpoint rows -> panels; of every encoding in `encodings`."""
-    encodings: frozenset[str]
+    encodings: Mapping[str, float]
+    """Encoding -> bits that a weight takes as panels."""
     compile: CompileDecoder
     shared_rows: Callable[[Path, str, int], AbstractContextManager[Callable[[EncodedRows], Panels]]] | None = None
     """(folder, checkpoint, bytes of its header) -> a `pack_rows` whose panels are kept in a file there, shared by all processes."""

@@ -53,14 +53,6 @@ def apply_words(logits: torch.Tensor, rows: Int64, words: Int32) -> None:
         logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
 
-def only_stops(words: Int32, stop_ids: Int64) -> bool:
-    """Whether a mask [vocab / 32] allows nothing but `stop_ids`."""
-    bits = words.view(np.uint32).copy()
-    inside = stop_ids[stop_ids < 32 * len(bits)]
-    np.bitwise_and.at(bits, inside // 32, ~(np.uint32(1) << (inside % 32).astype(np.uint32)))
-    return not bits.any()
-
-
 def apply_bias(logits: torch.Tensor, rows: Int64, records: Sequence[SlotRecord]) -> None:
     """Add logit_bias."""
     row, token = _pairs(rows, [r.bias_ids for r in records if r.bias_ids is not None], logits.device)

@@ -22,6 +22,7 @@ from octavo.sampling import logprobs, masks
 from octavo.sampling.filters import filtered
 from octavo.sampling.keys import row_keys
 from octavo.sampling.logprobs import LogprobTensors
+from octavo.sampling.on_host import only_stops
 from octavo.sampling.penalties import apply_penalties
 from octavo.sampling.random import categorical
 from octavo.sampling.rows import argmax
@@ -174,7 +175,7 @@ class Sampler:
     def _must_end(self, slot: int, words: Mapping[int, Int32]) -> bool:
         """Whether the mask of `slot` allows nothing but its stop tokens: then min_tokens cannot forbid them."""
         stops = self._state.records[slot].stop_ids
-        return slot in words and stops is not None and masks.only_stops(words[slot], stops)
+        return slot in words and stops is not None and only_stops(words[slot], stops)
 
     def _choose(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, valid) [rows] from adjusted logits, which are scaled and cut in place for the random rows."""

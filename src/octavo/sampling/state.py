@@ -107,19 +107,19 @@ class SamplerState:
     """Owns the sampler's tables of `num_slots` rows.
 
     Args:
-        device: where the numbers are. None: with the rest on the host, for compiled code, until `use_tensors`.
+        device: where the numbers are. None: with the rest on the host, for code that does without torch.
     """
 
     numbers: torch.Tensor
     """[slots, columns] on the device."""
     device: torch.device
 
-    def __init__(self, num_slots: int, device: torch.device | None) -> None:
+    def __init__(self, num_slots: int, device: torch.device | None = None) -> None:
         self.host_numbers = np.zeros((num_slots, len(Column)), np.float32)
         """[slots, columns]; where the device is the host, the same memory as `numbers`."""
         self._on_host = True
         if device is not None:
-            self.use_tensors(device)
+            self._make_tensor(device)
         self.features = np.zeros(num_slots, np.int32)
         """[slots] `Feature` bits, on the host like all below."""
         self.seeds = np.zeros(num_slots, np.int64)
@@ -131,8 +131,7 @@ class SamplerState:
         self.wants_prompt_logprobs = np.zeros(num_slots, np.bool_)
         self.records = [SlotRecord()] * num_slots
 
-    def use_tensors(self, device: torch.device) -> None:
-        """From here on, the numbers are also a tensor."""
+    def _make_tensor(self, device: torch.device) -> None:
         import torch
 
         self.device = device

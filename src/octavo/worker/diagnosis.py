@@ -1,23 +1,21 @@
 """Why there was no token for a request: where the model's numbers stop being numbers, or what forbade them all.
 
-Looked for once a request has failed of it, so that the message names the layer and advises only what applies.
+Looked for once a request has failed of it, so that the message names the layer and advises only what applies. No torch: `tensor_look` and
+`native_look` know how to look into a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
-from octavo.attention.base import LayerSpec
-from octavo.attention.prompt import PromptAttention
 from octavo.config.types import EngineConfig
-from octavo.models.decoder import Model
+from octavo.protocol.step import Int32
 from octavo.sampling.state import Feature, SamplerState
-from octavo.worker.slots import SlotTables
 
+NO_TOKEN: Final = "The model's output for this request was not a number, or every token was forbidden."
+"""Of a request whose step gave none, before anybody has looked into it."""
 MOST_TOKENS: Final = 256
 """Of a prompt that are looked at."""
 ATTEMPTS: Final = 3
@@ -64,30 +62,52 @@ class Circumstances:
         return "float32" if self.dtype == "float32" else "auto"
 
 
-class _Watch:
-    """Attention that notes the first layer whose queries, keys or values, or whose result, are not finite. Implements `Attend`."""
+@dataclass
+class Watch:
+    """The first layer whose queries, keys or values, or the result of whose attention, are not finite."""
 
-    def __init__(self, layers: Sequence[LayerSpec], tokens: int, device: torch.device) -> None:
-        self._attend = PromptAttention(layers, [tokens], device, causal=True)
-        self.before: int | None = None
-        self.within: int | None = None
+    before: int | None = None
+    within: int | None = None
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = self._attend(layer, q, k, v)
+    def note(self, layer: int, *, before: bool, within: bool) -> None:
+        """Which of them are finite."""
         if self.before is None and self.within is None:
-            if not all(bool(torch.isfinite(t).all()) for t in (q, k, v)):
+            if not before:
                 self.before = layer
-            elif not bool(torch.isfinite(out).all()):
+            elif not within:
                 self.within = layer
-        return out
+
+    def tell(self, layers: int, *, hidden: bool, logits: bool) -> str:
+        """A sentence; empty where all is finite.
+
+        Args:
+            layers: of the model.
+            hidden, logits: whether what comes of the last layer, and of the head, is finite.
+        """
+        if self.within is not None:
+            return f"The attention of layer {self.within} is where numbers stop being finite."
+        if self.before is not None:
+            names = f"layer {self.before}" if self.before == 0 else f"layer {self.before - 1} or {self.before}"
+            return f"Numbers stop being finite in {names}, before the attention of layer {self.before}."
+        if not hidden:
+            return f"Numbers stop being finite in layer {layers - 1}, behind its attention."
+        return "" if logits else "Numbers stop being finite in the head (lm_head), behind the last layer."
+
+
+Look = Callable[[Int32], str]
+"""Computes a prompt once more and says where its numbers stop being finite; empty: nowhere."""
 
 
 class Diagnosis:
-    """Looks into failed requests of one model, a few times at most."""
+    """Looks into failed requests of one model, a few times at most.
 
-    def __init__(self, model: Model, tables: SlotTables, state: SamplerState, circumstances: Circumstances) -> None:
-        self._model = model
-        self._tables = tables
+    Args:
+        prompt: (slot, count) -> the first tokens of the request there.
+    """
+
+    def __init__(self, look: Look, prompt: Callable[[int, int], Int32], state: SamplerState, circumstances: Circumstances) -> None:
+        self._look = look
+        self._prompt = prompt
         self._state = state
         self._circumstances = circumstances
         self._left = ATTEMPTS
@@ -100,7 +120,8 @@ class Diagnosis:
         if not self._found and self._left:
             self._left -= 1
             try:
-                self._found = self._look(slots[0])
+                count = max(1, min(int(self._state.prompt_lens[slots[0]]), MOST_TOKENS))
+                self._found = self._look(self._prompt(slots[0], count))
             except Exception:  # a look that fails must not hurt the requests that go on
                 self._found = ""
         return {slot: self._message(slot) for slot in slots}
@@ -113,22 +134,3 @@ class Diagnosis:
         if wishes:
             return f"No token was left for this request: its {' and '.join(wishes)} {'forbid' if len(wishes) > 1 else 'forbids'} every one."
         return f"{nan}{known.of_the_cache()}"
-
-    @torch.inference_mode()
-    def _look(self, slot: int) -> str:
-        """A sentence; empty where nothing was found."""
-        count = max(1, min(int(self._state.prompt_lens[slot]), MOST_TOKENS))
-        tokens = self._tables.tokens[slot, :count].long()
-        watch = _Watch(self._model.layer_specs, count, tokens.device)
-        hidden = self._model.forward(tokens, torch.arange(count, device=tokens.device), watch)
-        if watch.within is not None:
-            return f"The attention of layer {watch.within} is where numbers stop being finite."
-        if watch.before is not None:
-            layers = f"layer {watch.before}" if watch.before == 0 else f"layer {watch.before - 1} or {watch.before}"
-            return f"Numbers stop being finite in {layers}, before the attention of layer {watch.before}."
-        last = len(self._model.layer_specs) - 1
-        if not bool(torch.isfinite(hidden).all()):
-            return f"Numbers stop being finite in layer {last}, behind its attention."
-        if not bool(torch.isfinite(self._model.logits(hidden)).all()):
-            return "Numbers stop being finite in the head (lm_head), behind the last layer."
-        return ""

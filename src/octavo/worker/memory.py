@@ -7,15 +7,17 @@ allocator. On a CPU that would take seconds to find out little, so its need is b
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.attention.kinds import CacheLayout
 from octavo.config.device import host_memory
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.spec import ModelSpec
-from octavo.protocol.step import window_blocks
+from octavo.protocol.step import CacheKind, CacheShape, window_blocks
 from octavo.worker.table_shape import table_bytes
 
 if TYPE_CHECKING:
@@ -129,6 +131,38 @@ def size_cache(
         return CacheSize(num_blocks, fits, warnings, min(num_blocks, most))
     needed_bytes = needed * bytes_per_block + (min(needed, most) * sliding.bytes_per_block if sliding is not None else 0)
     raise ConfigError(_does_not_fit(config, budget, available, needed_bytes, fits))
+
+
+BlockBytes = Callable[[tuple[int, ...]], int]
+"""Bytes that a block takes in these layers."""
+
+
+def size_kinds(config: EngineConfig, budget: Budget, layout: CacheLayout, block_bytes: BlockBytes) -> CacheSize:
+    """`size_cache` for the kinds that a model has.
+
+    Raises:
+        ConfigError: see `size_cache`.
+    """
+    second = SlidingKind(layout.sliding_window, block_bytes(layout.sliding)) if layout.sliding else None
+    return size_cache(config, budget, block_bytes(layout.first), layout.window, second)
+
+
+def shape_of(size: CacheSize, layout: CacheLayout, block_bytes: BlockBytes, block_size: int, first_column: int) -> CacheShape:
+    """What the core is told of a cache of this size.
+
+    Args:
+        first_column: where in a block table the second kind's part begins.
+    """
+    second = None
+    if layout.sliding:
+        second = CacheKind(size.sliding_blocks, block_bytes(layout.sliding), layout.sliding_window, size.num_blocks, first_column)
+    return CacheShape(size.num_blocks, block_size, block_bytes(layout.first), layout.window, second)
+
+
+def cache_bytes(shape: CacheShape) -> int:
+    """Of all blocks."""
+    second = shape.sliding
+    return shape.num_blocks * shape.bytes_per_block + (0 if second is None else second.num_blocks * second.bytes_per_block)
 
 
 def _most_sliding_blocks(config: EngineConfig, window: int) -> int:

@@ -1,68 +1,156 @@
-"""Steps on a CPU as one call into compiled code, wherever their rows want nothing of the sampler but a draw, masked or not.
+"""Steps on a CPU by compiled code. No torch.
 
-The counterpart of `worker/graphs.py`: a step operation by operation costs more in calls than a small model's forward pass does.
+A step whose rows want a draw, masked or not, is one call: operation by operation it would cost more in calls than a small model's forward
+pass does. Rows that want more have their logits adjusted and scored in between, on the host, by NumPy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.ops.cpu.steps import CpuSteps, SlotMemory
-from octavo.protocol.params import SamplingParams
-from octavo.protocol.step import Int32, StepPlan
+from octavo.attention.native_memory import NativeCacheMemory
+from octavo.ops.cpu.steps import Choice, CpuSteps, Float32, SlotMemory
+from octavo.protocol.engine import LogprobRow
+from octavo.protocol.step import Int32, StepPlan, StepResult
+from octavo.sampling.host_logprobs import score_row
 from octavo.sampling.keys import row_keys
-from octavo.sampling.state import Feature, SamplerState, features_of
+from octavo.sampling.on_host import ADJUSTING, adjust, only_stops
+from octavo.sampling.state import Feature, SamplerState
+from octavo.worker.diagnosis import NO_TOKEN
+from octavo.worker.host_tables import HostTables
 
 if TYPE_CHECKING:
     from octavo.attention.native_cpu import NativeCpuAttention
     from octavo.models.compiled import CompiledDecoder
     from octavo.worker.slots import SlotTables
 
+SLICE_ELEMENTS = 2**22
+"""Prompts are scored in slices of about this many logits, which bounds the memory that this needs."""
+
 _DRAW = int(Feature.RANDOM | Feature.FILTERS)
-"""What the draw does. A plain number: an array keeps its dtype beside it, which an enumeration would widen."""
-
-
-class Tables(Protocol):
-    """The slot tables, wherever they are."""
-
-    def update(self, plan: StepPlan) -> None: ...
+"""What the draw does. Plain numbers: an array keeps its dtype beside them, which an enumeration would widen."""
+_LOGPROBS, _MASKED, _RANDOM = int(Feature.LOGPROBS), int(Feature.MASKED), int(Feature.RANDOM)
+_PROCESSED = 4
+"""The mode of rows whose logits shall be left as they were drawn from."""
 
 
 class NativeSteps:
-    """Runs steps. Owns nothing: the tables, the cache and the weights belong to its parts."""
+    """Runs steps. Owns nothing: the tables, the cache and the weights belong to its parts.
 
-    def __init__(self, steps: CpuSteps, tables: Tables, state: SamplerState) -> None:
+    Args:
+        processed_logprobs: report logprobs after all stages rather than of the model's own logits.
+    """
+
+    def __init__(
+        self, steps: CpuSteps, memory: NativeCacheMemory, tables: HostTables, state: SamplerState, *, processed_logprobs: bool
+    ) -> None:
+        self._steps = steps
+        self._memory = memory
         self._tables = tables
         self._state = state
-        self._steps = steps
+        self._processed = processed_logprobs
+        self.whole = 0
+        """Steps so far that were one call."""
 
-    @staticmethod
-    def serves(params: SamplingParams) -> bool:
-        """Whether a request's steps will fit."""
-        return params.prompt_logprobs is None and not features_of(params) & ~(_DRAW | Feature.MASKED)
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run a step: it has run when this returns.
 
-    def fits(self, plan: StepPlan) -> bool:
-        """Whether all that the rows of a plan want is a draw, of all tokens or of those that their grammars allow."""
-        state, slots = self._state, plan.slots
-        special = (state.features[slots] & ~(_DRAW | Feature.MASKED)).any() or state.wants_prompt_logprobs[slots].any()
-        return plan.num_tokens > 0 and not special
-
-    def launch(self, plan: StepPlan) -> Int32:
-        """Run a plan that fits; it has run when this returns.
-
-        Returns:
-            [sampled rows]: the tokens, which are also in their places in the token table; -1 where logits were not usable.
+        Raises:
+            MemoryError: the system gives none for it. The tables hold what the plan said, and the next step can run.
         """
-        if plan.init:
-            self._tables.update(plan)
-        state, slots = self._state, plan.slots[plan.sample]
-        modes, keys = state.features[slots] & _DRAW, None
-        if (modes & Feature.RANDOM).any():
+        began = time.perf_counter()
+        state = self._state
+        state.leave(plan.free_slots)
+        state.enter(plan.init)
+        self._tables.seat(plan)
+        if plan.forced is not None:
+            self._tables.write_known(plan.forced)
+        if len(plan.copy_src):
+            self._memory.copy_blocks(plan.copy_src, plan.copy_dst)
+        slots = plan.slots[plan.sample]
+        result = StepResult(plan.step_id, slots, np.zeros(0, np.int32))
+        if not plan.num_tokens:
+            self._tables.extend(plan)
+        elif (state.features[plan.slots] & ~(_DRAW | _MASKED)).any() or state.wants_prompt_logprobs[plan.slots].any():
+            self._run_in_parts(plan, slots, result)
+        else:
+            self.whole += 1
+            result.tokens = self._steps.run(plan, self._choice(plan, slots, state.features[slots] & _DRAW))
+        if (result.tokens < 0).any():
+            result.errors = {**dict.fromkeys(slots[result.tokens < 0].tolist(), NO_TOKEN), **(result.errors or {})}
+        result.step_seconds = time.perf_counter() - began
+        return result
+
+    def _choice(self, plan: StepPlan, slots: Int32, modes: Int32) -> Choice:
+        """How the sampled rows' tokens are chosen."""
+        state, keys = self._state, None
+        if (modes & _RANDOM).any():
             positions = (plan.start + plan.count)[plan.sample]
             keys = row_keys(state.seeds[slots], state.indices[slots], positions).astype(np.uint32).view(np.int32)
-        return self._steps.run(plan, modes, keys, _mask_rows(plan, slots))
+        return Choice(modes, keys, plan.masks, _mask_rows(plan, slots))
+
+    def _run_in_parts(self, plan: StepPlan, slots: Int32, result: StepResult) -> None:
+        """A step with rows that want more of the sampler than a draw, into its result."""
+        state = self._state
+        scored = bool(state.wants_prompt_logprobs[plan.slots].any())
+        logits, hidden = self._steps.run_to_logits(plan, len(slots), all_hidden=scored)
+        if hidden is not None:
+            self._score_prompts(plan, hidden, result)
+        if not len(slots):
+            return
+        features, positions = state.features[slots], (plan.start + plan.count)[plan.sample]
+        scoring = np.flatnonzero(features & _LOGPROBS)
+        raw = (
+            {int(row): logits[row].copy() if features[row] & ~_LOGPROBS else logits[row] for row in scoring} if not self._processed else {}
+        )
+        choice = self._choice(plan, slots, features & _DRAW)
+        for row in np.flatnonzero(features & ADJUSTING):
+            slot, record = int(slots[row]), state.records[slots[row]]
+            stops = record.stop_ids
+            words = (
+                None
+                if plan.masks is None or choice.mask_rows is None or choice.mask_rows[row] < 0
+                else plan.masks.words[choice.mask_rows[row]]
+            )
+            must_end = words is not None and stops is not None and only_stops(words, stops)
+            tokens = self._tables.tokens[slot, : positions[row]]
+            numbers, prompt = state.host_numbers[slot], int(state.prompt_lens[slot])
+            adjust(logits[row], int(features[row]), record, numbers, tokens, prompt, must_end=must_end)
+        if self._processed:
+            choice.modes[scoring] |= _PROCESSED
+        result.tokens = self._steps.choose(logits, slots, choice)
+        self._tables.tokens[slots, positions] = np.maximum(result.tokens, 0)
+        result.logprobs = {
+            int(slots[row]): [self._scored(raw.get(int(row), logits[row]), int(slots[row]), int(result.tokens[row]))]
+            for row in scoring
+            if result.tokens[row] >= 0
+        } or None
+
+    def _scored(self, logits: Float32, slot: int, token: int) -> LogprobRow:
+        record = self._state.records[slot]
+        return score_row(logits, token, record.logprobs, record.logprob_token_ids)
+
+    def _score_prompts(self, plan: StepPlan, hidden: Float32, result: StepResult) -> None:
+        """Score prompt tokens for the rows that asked, a slice of positions at a time: logits are large."""
+        state, found = self._state, dict[int, list[LogprobRow]]()
+        begins = np.cumsum(plan.count) - plan.count
+        for row in np.flatnonzero(state.wants_prompt_logprobs[plan.slots]):
+            slot, start, begin = int(plan.slots[row]), int(plan.start[row]), int(begins[row])
+            scorable = min(int(plan.count[row]), int(state.prompt_lens[slot]) - 1 - start)
+            top = state.records[slot].prompt_logprobs or 0
+            targets = self._tables.tokens[slot, start + 1 : start + 1 + max(0, scorable)].tolist()
+            size, rows = max(1, SLICE_ELEMENTS // self._steps.vocab), list[LogprobRow]()
+            for i in range(0, scorable, size):
+                part = self._steps.logits(hidden[begin + i : begin + min(i + size, scorable)])
+                rows += [score_row(logits, token, top) for logits, token in zip(part, targets[i : i + size], strict=True)]
+            if rows:
+                found[slot] = rows
+            if any(np.isnan(one.logprob) for one in rows):
+                result.errors = {**(result.errors or {}), slot: NO_TOKEN}
+        result.prompt_logprobs = found or None
 
 
 def _mask_rows(plan: StepPlan, slots: Int32) -> Int32 | None:
@@ -73,8 +161,10 @@ def _mask_rows(plan: StepPlan, slots: Int32) -> Int32 | None:
     return np.asarray([places.get(slot, -1) for slot in slots.tolist()], np.int32)
 
 
-def steps_of(model: CompiledDecoder, attention: NativeCpuAttention, tables: SlotTables, state: SamplerState) -> CpuSteps:
-    """Steps over a runner's tables, which must outlive them as `attention` must."""
-    second = tables.first_column if len(tables.kinds) > 1 else 0
-    memory = SlotMemory(tables.tokens.numpy(), tables.blocks.numpy(), state.host_numbers, tables.block_size, second)
-    return model.steps(attention, memory)
+def steps_over(
+    model: CompiledDecoder, attention: NativeCpuAttention, tables: SlotTables, state: SamplerState, *, processed_logprobs: bool = False
+) -> NativeSteps:
+    """Steps over tables of tensors, which must outlive them as `attention` must."""
+    host = HostTables(tables.tokens.numpy(), tables.blocks.numpy(), tables.first_column if len(tables.kinds) > 1 else 0)
+    memory = SlotMemory(host.tokens, host.blocks, state.host_numbers, tables.block_size, host.sliding_column)
+    return NativeSteps(model.steps(attention.caches, memory), attention.memory, host, state, processed_logprobs=processed_logprobs)

@@ -26,18 +26,15 @@ from octavo.protocol.step import Int32, StepPlan, StepResult, TokenMasks
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
 from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
+from octavo.worker.diagnosis import NO_TOKEN
 from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
 
 if TYPE_CHECKING:
     from octavo.attention.kv_calibration import KvCalibration
     from octavo.worker.graphs import Captured, StepGraphs
-    from octavo.worker.native_steps import NativeSteps
 
 logger = logging.getLogger(__name__)
-
-NO_TOKEN = "The model's output for this request was not a number, or every token was forbidden."
-"""Of a request whose step gave none; `worker/diagnosis.py` finds out more."""
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -94,8 +91,6 @@ class Launched:
     """Of consecutive rows; together, all that were to be sampled."""
     prompt_scores: list[PromptScores]
     clock: StepClock
-    tokens: Int32 | None = None
-    """[sampled rows] of a step whose tokens are on the host already, instead of `sampled`; -1 where logits were not usable."""
 
 
 class Runner:
@@ -109,7 +104,6 @@ class Runner:
         sampler_state: SamplerState,
         sampler: Sampler,
         graphs: StepGraphs | None = None,
-        native: NativeSteps | None = None,
         *,
         divisible: bool = True,
         calibration: KvCalibration | None = None,
@@ -125,10 +119,10 @@ class Runner:
         self._state = sampler_state
         self._sampler = sampler
         self._graphs = graphs
-        self._native = native
         self._divisible = divisible
         self._calibration = calibration
 
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step.
 
@@ -136,27 +130,7 @@ class Runner:
             Exception: whatever the model raised. The tables hold what the plan said, and the next step can run.
         """
         clock = StepClock(self._tables.device)
-        # Steady decoding by compiled code touches no tensor: entering inference mode would cost more than the rest of it.
-        if self._native is None or plan.init or len(plan.copy_src) or plan.forced is not None:
-            return self._launch_any(plan, clock)
         self._seat(plan)
-        return self._launch_native(self._native, plan, clock) if self._native.fits(plan) else self._launch_seated(plan, clock)
-
-    @torch.inference_mode()
-    def _launch_any(self, plan: StepPlan, clock: StepClock) -> Launched:
-        self._seat(plan)
-        if self._native is not None and self._native.fits(plan):
-            self._copy_blocks(plan)
-            return self._launch_native(self._native, plan, clock)
-        return self._launch_seated(plan, clock)
-
-    def _launch_native(self, native: NativeSteps, plan: StepPlan, clock: StepClock) -> Launched:
-        tokens = native.launch(plan)
-        clock.stop()
-        return Launched(plan.step_id, plan.slots[plan.sample], [], [], clock, tokens)
-
-    @torch.inference_mode()
-    def _launch_seated(self, plan: StepPlan, clock: StepClock) -> Launched:
         slots = plan.slots[plan.sample]
         captured = None if self._graphs is None or self._calibrates else self._graphs.fitting(plan)
         if self._graphs is not None and captured is not None:
@@ -287,9 +261,8 @@ class Runner:
 def settle(launched: Launched) -> StepResult:
     """Wait for a step and make its result."""
     seconds = launched.clock.wait()
-    tokens = np.zeros(len(launched.slots), np.int32) if launched.tokens is None else launched.tokens
-    result = StepResult(launched.step_id, launched.slots, tokens, step_seconds=seconds)
-    broken: list[int] = launched.slots[tokens < 0].tolist()
+    result = StepResult(launched.step_id, launched.slots, np.zeros(len(launched.slots), np.int32), step_seconds=seconds)
+    broken: list[int] = []
     if launched.sampled:
         result.tokens = np.concatenate([part.tokens.numpy() for part in launched.sampled]).astype(np.int32)
         valid = np.concatenate([part.valid_rows() for part in launched.sampled])

@@ -11,7 +11,6 @@ import torch
 
 from octavo.ops.transfer import upload, upload_many
 from octavo.protocol.step import Int32, StepPlan
-from octavo.worker.host_tables import HostTables
 from octavo.worker.leading_blocks import LeadingBlocks
 from octavo.worker.table_shape import SLACK_TOKENS, table_width
 
@@ -31,39 +30,20 @@ class SlotTables:
         device: torch.device,
         *,
         two_kinds: bool = False,
-        memory: HostTables | None = None,
     ) -> None:
         self.device = device
         self.block_size = block_size
         self.num_slots = num_slots
         width = max_model_len + SLACK_TOKENS
-        if memory is None:
-            self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
-        else:
-            self.tokens = torch.from_numpy(memory.tokens)
+        self.tokens = torch.zeros(num_slots, width, dtype=torch.int32, device=device)
         """[slots, max_model_len + slack]"""
         self.first_column = table_width(width, block_size)
         """Of the second kind of cache, if there is one."""
-        if memory is None:
-            self.blocks = torch.zeros(num_slots, self.first_column * (1 + two_kinds), dtype=torch.int32, device=device)
-        else:
-            self.blocks = torch.from_numpy(memory.blocks)
+        self.blocks = torch.zeros(num_slots, self.first_column * (1 + two_kinds), dtype=torch.int32, device=device)
         """[slots, max_blocks, or twice as many]; the null block 0 past the request's own."""
         self.kinds = tuple(self.blocks[:, i * self.first_column : (i + 1) * self.first_column] for i in range(1 + two_kinds))
         """Views of it, [slots, max_blocks]: the table of each kind of cache."""
         self.leading = LeadingBlocks(num_slots, block_size)
-
-    @classmethod
-    def over(cls, tables: HostTables, device: torch.device) -> SlotTables:
-        """The tables of a host whose compiled code goes on to use them too.
-
-        Args:
-            device: the host's.
-        """
-        num_slots, width = tables.tokens.shape
-        made = cls(num_slots, width - SLACK_TOKENS, tables.block_size, device, memory=tables)
-        made.leading = tables.leading
-        return made
 
     def update(self, plan: StepPlan) -> None:
         """Requests enter their slots, and running ones get further blocks. One transfer for all of it."""

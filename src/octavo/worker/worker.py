@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBackend, Calibrated, GraphAttention, GraphShape
@@ -24,7 +25,7 @@ from octavo.models.loader import load_model
 from octavo.ops.registry import Draw, Ops, load_ops
 from octavo.parallel.group import ONE_RANK, Ranks
 from octavo.protocol.engine import EngineReady, Phase
-from octavo.protocol.step import CacheKind, CacheShape, StepPlan, StepResult
+from octavo.protocol.step import CacheShape, Int32, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker import torch_threads
@@ -35,17 +36,19 @@ from octavo.worker.memory import (
     CacheSize,
     CudaMemory,
     GraphMemory,
-    SlidingKind,
     activation_bound,
+    cache_bytes,
     cannot_allocate,
     cpu_budget,
     cuda_budget,
     measured_device,
-    size_cache,
+    shape_of,
+    size_kinds,
 )
 from octavo.worker.report import ready_report
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
+from octavo.worker.tensor_look import look_into
 from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ class Worker:
             torch.cuda.set_device(self._device)
         config = self._config = measured_device(config, self._device)
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[Launched | StepResult] = deque()
         self._phases: list[Phase] = []
         self._later: deque[GraphShape] = deque()
         """Shapes to capture in gaps."""
@@ -121,14 +124,15 @@ class Worker:
             self._state,
             self._sampler,
             self._graphs,
-            self._native_steps(self._attention),
             divisible=config.parallel.world == 1,
             calibration=self._calibration,
         )
-        self._diagnosis = Diagnosis(self._model, self._tables, self._state, Circumstances.of(config))
+        self._native = self._native_steps()
+        self._diagnosis = Diagnosis(look_into(self._model, self._device), self._prompt, self._state, Circumstances.of(config))
         with self._phase("warm-up"):
             for plan in first_steps(config):
-                settle(self._runner.launch(plan))
+                self.submit(plan)
+                _settled(self._launched.popleft())
             if (calibration := self._calibration) is not None:
                 with calibration.rehearsing():
                     for plan in first_steps(config):
@@ -158,6 +162,9 @@ class Worker:
         Raises:
             Exception: the step could not run. Nothing is left to collect for it, and the next step can run.
         """
+        if self._native is not None:
+            self._launched.append(self._native.run(plan))
+            return
         try:
             self._launched.append(self._runner.launch(plan))
         except torch.OutOfMemoryError:
@@ -168,7 +175,7 @@ class Worker:
 
     def collect(self) -> StepResult:
         """The result of the oldest step not collected yet; waits for it."""
-        result = settle(self._launched.popleft())
+        result = _settled(self._launched.popleft())
         if result.errors:
             result.errors = self._diagnosis.explain(list(result.errors))
         return result
@@ -208,7 +215,7 @@ class Worker:
         self._launched.clear()
         self._close_graphs()
         torch_threads.give_back(self)
-        for name in ("_runner", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
+        for name in ("_runner", "_native", "_diagnosis", "_graphs", "_attention", "_sampler", "_state", "_tables", "_model", "_ops"):
             if hasattr(self, name):
                 delattr(self, name)
         self._ranks.close()
@@ -221,16 +228,20 @@ class Worker:
         """The fused end of the sampler, if the model or the device brings one."""
         return self._model.draw if isinstance(self._model, CompiledDecoder) else self._ops.draw
 
-    def _native_steps(self, attention: AttentionBackend) -> NativeSteps | None:
-        """Whole steps in compiled code; None where the model is not compiled, or its attention is another's."""
+    def _native_steps(self) -> NativeSteps | None:
+        """All steps in compiled code; None where the model is not compiled."""
         if not isinstance(self._model, CompiledDecoder):
             return None
         from octavo.attention.native_cpu import NativeCpuAttention
-        from octavo.worker.native_steps import NativeSteps, steps_of
+        from octavo.worker.native_steps import steps_over
 
-        if not isinstance(attention, NativeCpuAttention):
-            return None
-        return NativeSteps(steps_of(self._model, attention, self._tables, self._state), self._tables, self._state)
+        assert isinstance(self._attention, NativeCpuAttention)  # a layer that is compiled needs no other
+        processed = self._config.model.logprobs_mode == "processed_logprobs"
+        return steps_over(self._model, self._attention, self._tables, self._state, processed_logprobs=processed)
+
+    def _prompt(self, slot: int, count: int) -> Int32:
+        """The first tokens of the request in a slot."""
+        return np.asarray(self._tables.tokens[slot, :count].cpu())
 
     def _close_graphs(self) -> None:
         """In a method of its own: a local name in `shutdown` would keep the graphs, and with them the cache, alive to its end."""
@@ -253,8 +264,7 @@ class Worker:
         def block_bytes(members: tuple[int, ...]) -> int:
             return int(kernels.bytes_per_block(tuple(layers[i] for i in members), block_size, self._cache_dtype))
 
-        first, second = block_bytes(layout.first), SlidingKind(layout.sliding_window, block_bytes(layout.sliding))
-        size = size_cache(self._config, budget, first, layout.window, second if layout.sliding else None)
+        size = size_kinds(self._config, budget, layout, block_bytes)
         everywhere = self._ranks.smallest
         size = dataclasses.replace(
             size,
@@ -262,8 +272,7 @@ class Worker:
             sliding_blocks=everywhere(size.sliding_blocks),
             max_model_len=everywhere(size.max_model_len),
         )
-        kind = CacheKind(size.sliding_blocks, second.bytes_per_block, second.window, size.num_blocks, self._tables.first_column)
-        return size, CacheShape(size.num_blocks, block_size, first, layout.window, kind if layout.sliding else None)
+        return size, shape_of(size, layout, block_bytes, block_size, self._tables.first_column)
 
     def _make_attention(self, num_blocks: int, sliding_blocks: int) -> AttentionBackend:
         model = self._model
@@ -278,12 +287,7 @@ class Worker:
             # On a CPU torch has no class of its own for this, only words.
             if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):
                 raise
-            raise ConfigError(cannot_allocate(self._config, budget, size.num_blocks, self._cache_bytes)) from None
-
-    @property
-    def _cache_bytes(self) -> int:
-        shape, second = self._shape, self._shape.sliding
-        return shape.num_blocks * shape.bytes_per_block + (second.num_blocks * second.bytes_per_block if second is not None else 0)
+            raise ConfigError(cannot_allocate(self._config, budget, size.num_blocks, cache_bytes(self._shape))) from None
 
     def _make_graphs(self, attention: AttentionBackend, shapes: Sequence[GraphShape]) -> StepGraphs | None:
         """What captures steps with this cache, nothing captured yet; None where the device or the settings rule it out."""
@@ -397,12 +401,17 @@ class Worker:
             vocab_size=self._model.spec.vocab_size,
             max_model_len=size.max_model_len,
             weights_kinds=self._model.weights_kinds,
-            cache_bytes=self._cache_bytes,
+            cache_bytes=cache_bytes(self._shape),
             attention=self._attention.name,
             sums=self._ranks.sums,
             phases=self._phases,
             warnings=warnings,
         )
+
+
+def _settled(launched: Launched | StepResult) -> StepResult:
+    """Wait for a step."""
+    return launched if isinstance(launched, StepResult) else settle(launched)
 
 
 def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int]) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi, panels
 from octavo.ops.packed import EncodedRows, PanelWeight
-from tests.support.encoded_rows import BLOCK_BYTES, ENCODINGS, as_float, random_rows
+from tests.support.encoded_rows import CONVERTED, ENCODINGS, STORED, as_float, block_values, random_rows
 
 PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -46,17 +46,18 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_float_activations(
     engine: abi.Engine, encodings: list[str], tokens: int, rows: list[int], groups: int, bias: bool, seed: int
 ) -> None:
-    parts = [random_rows(e, r, 32 * groups, seed + i) for i, (e, r) in enumerate(zip(encodings, rows, strict=False))]
-    weight, x = packed(*parts), randn(tokens, 32 * groups, seed=seed)
+    columns = groups * max(block_values(e) for e in encodings)
+    parts = [random_rows(e, r, columns, seed + i) for i, (e, r) in enumerate(zip(encodings, rows, strict=False))]
+    weight, x = packed(*parts), randn(tokens, columns, seed=seed)
     b = randn(weight.out_features, seed=seed + 9) if bias else None
     expected = x.double() @ torch.cat([as_float(p) for p in parts]).double().T + (0 if b is None else b.double())
     out = panels.linear(engine, x, weight, b, activations="float32")
-    torch.testing.assert_close(out.double(), expected, atol=2e-5 * (32 * groups) ** 0.5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected, atol=2e-5 * columns**0.5, rtol=1e-5)
 
 
 @PROPERTY
 @given(
-    encoding=st.sampled_from(list(BLOCK_BYTES)),
+    encoding=st.sampled_from([*STORED, *(e for e in CONVERTED if e != "Q2_K")]),
     activations=st.sampled_from(["int16", "int8"]),
     tokens=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 33]),
     rows=st.integers(1, 70),
@@ -74,17 +75,18 @@ def test_packed_weights_take_rounded_activations(
     spread: float,
     seed: int,
 ) -> None:
-    part = random_rows(encoding, rows, 32 * groups, seed)
-    x = randn(tokens, 32 * groups, seed=seed) * spread
+    columns = groups * block_values(encoding)
+    part = random_rows(encoding, rows, columns, seed)
+    x = randn(tokens, columns, seed=seed) * spread
     x[0, :32] = 0
     expected = rounded(x, 127 if activations == "int8" else 32767).double() @ as_float(part).double().T
     out = panels.linear(engine, x, packed(part), None, activations=activations)
-    torch.testing.assert_close(out.double() / spread, expected / spread, atol=2e-5 * (32 * groups) ** 0.5, rtol=1e-5)
+    torch.testing.assert_close(out.double() / spread, expected / spread, atol=2e-5 * columns**0.5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 20])
 @pytest.mark.parametrize("activations", ["int16", "int8"])
-@pytest.mark.parametrize("encoding", list(BLOCK_BYTES))
+@pytest.mark.parametrize("encoding", STORED)
 def test_the_largest_products_do_not_overflow(engine: abi.Engine, encoding: str, activations: CpuActivations, tokens: int) -> None:
     """All weights and inputs at an end of their range, of either sign: what 16 bits hold of pairs is nearly full."""
     part = random_rows(encoding, 16, 64, 1)
@@ -122,7 +124,7 @@ def test_columns_need_not_be_whole_groups(engine: abi.Engine, encoding: str, col
 @pytest.mark.parametrize("activations", abi.READ_AS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_row_is_the_same_bits_in_any_batch(engine: abi.Engine, encoding: str, activations: CpuActivations) -> None:
-    weight, x = packed(random_rows(encoding, 90, 96, 3)), randn(140, 96)
+    weight, x = packed(random_rows(encoding, 90, columns := 3 * block_values(encoding), 3)), randn(140, columns)
     alone = torch.cat([panels.linear(engine, row[None], weight, None, activations=activations) for row in x])
     single = abi.Engine(1)
     for count in (2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 63, 64, 65, 128, 129, 140):
@@ -155,7 +157,7 @@ def test_output_may_be_a_slice_of_a_wider_buffer(engine: abi.Engine, rows: int) 
 @pytest.mark.parametrize("activations", abi.READ_AS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_bad_number_shows_in_its_own_row_only(engine: abi.Engine, encoding: str, activations: CpuActivations, bad: float) -> None:
-    weight, x = packed(random_rows(encoding, 40, 96, 4)), randn(9, 96)
+    weight, x = packed(random_rows(encoding, 40, columns := 3 * block_values(encoding), 4)), randn(9, columns)
     expected = panels.linear(engine, x, weight, None, activations=activations)
     x[5, 70] = bad
     out = panels.linear(engine, x, weight, None, activations=activations)
@@ -166,10 +168,11 @@ def test_a_bad_number_shows_in_its_own_row_only(engine: abi.Engine, encoding: st
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_rows_are_packed_in_the_order_asked_for(engine: abi.Engine, encoding: str) -> None:
-    rows = random_rows(encoding, 50, 64, 6)
+    columns = 2 * block_values(encoding)
+    rows = random_rows(encoding, 50, columns, 6)
     order = np.random.default_rng(0).permutation(50)
-    shuffled = EncodedRows(encoding, (50, 64), rows.data, order)
-    x = randn(3, 64)
+    shuffled = EncodedRows(encoding, (50, columns), rows.data, order)
+    x = randn(3, columns)
     assert torch.equal(
         panels.linear(engine, x, packed(shuffled), None, activations="int8"),
         panels.linear(engine, x, packed(rows), None, activations="int8")[:, order],
@@ -178,7 +181,8 @@ def test_rows_are_packed_in_the_order_asked_for(engine: abi.Engine, encoding: st
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_embedding_unpacks_rows(level: str, encoding: str) -> None:
-    first, second = random_rows(encoding, 21, 64, 7), random_rows("F16", 9, 64, 8)
+    columns = 2 * block_values(encoding)
+    first, second = random_rows(encoding, 21, columns, 7), random_rows("F16", 9, columns, 8)
     ids = torch.tensor([0, 20, 21, 29, 7, 7, 15, 16])
     expected = torch.cat([as_float(first), as_float(second)])[ids]
     torch.testing.assert_close(panels.embedding(packed(first, second), ids), expected, atol=0, rtol=1e-6)

@@ -90,6 +90,28 @@ def test_a_library_that_was_cut_off_is_not_opened(kept: float, tmp_path: Path, m
     assert device.native_kernels_path() == str(path)
 
 
+@pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.9])
+def test_a_library_that_is_as_long_as_it_was_but_another_is_not_opened(
+    place: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged code would end the engine, at each of its starts."""
+    built = Path(device.native_kernels_path() or "")
+    path, beside = tmp_path / built.name, tmp_path / f"{built.name}.sha256"
+    whole = bytearray(built.read_bytes())
+    monkeypatch.setattr(device, "_native_files", lambda: [path])
+    path.write_bytes(whole)
+    beside.write_text(built.with_name(beside.name).read_text())
+    assert device.native_kernels_path() == str(path)
+    whole[int(place * len(whole))] ^= 4
+    path.write_bytes(whole)
+    assert device.native_kernels_path() is None
+    assert device.detect_device("cpu").native_kernels is False
+    check = check_cpu_kernels()
+    assert check.status == "warn" and "its checksum is not that of the library that was built" in check.found
+    assert "Reinstall Octavo" in check.advice
+
+
 def test_a_library_of_another_version_is_none(machine: Any) -> None:
     machine(Library(device.NATIVE_ABI + 1, 2), ALL)
     assert device.native_kernels_path() is None

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.sampling.masks import apply_words, only_stops
+from octavo.sampling.masks import apply_words
+from octavo.sampling.on_host import only_stops
 
 
 @pytest.mark.parametrize(("vocab", "width"), [(64, 2), (70, 3), (100, 2), (33, 4)])

@@ -5,14 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from octavo.attention.base import LayerSpec
+from octavo.attention.prompt import PromptAttention
+from octavo.models.compiled import CompiledDecoder
+from octavo.models.loader import load_model
+from octavo.ops.cpu import abi
+from octavo.ops.cpu.cpu_program import CpuProgram
+from octavo.ops.registry import load_ops
 from octavo.protocol.params import SamplingParams
 from octavo.sampling.state import SamplerState
+from octavo.worker import native_look
 from octavo.worker.diagnosis import ATTEMPTS, Circumstances, Diagnosis
-from octavo.worker.slots import SlotTables
+from octavo.worker.tensor_look import look_into
 from tests.models.contiguous import load
+from tests.support.engine_configs import engine_config
 from tests.support.step_plans import slot_init
 from tests.support.tiny_models import save_tiny
 
@@ -46,7 +56,7 @@ def look(model: Counted, circumstances: Circumstances = FLOAT32, sampling: Sampl
     state = SamplerState(2, cpu)
     if sampling is not None:
         state.enter([slot_init(1, [5, 6, 7], [1], sampling=sampling)])
-    return Diagnosis(model, SlotTables(2, 32, 16, cpu), state, circumstances)  # type: ignore[arg-type]
+    return Diagnosis(look_into(model, cpu), lambda slot, count: np.zeros(count, np.int32), state, circumstances)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -93,3 +103,61 @@ def test_advice_is_for_what_is_the_case(sound: Counted, dtype: str, cache: str, 
 
 def test_made_up_weights_are_not_damaged(sound: Counted) -> None:
     assert look(sound, Circumstances("float32", "float32", "")).explain([0]) == {0: "The model's output for this request was not a number."}
+
+
+SPEC = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 150,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+}
+PROMPT = np.arange(3, 20, dtype=np.int32)
+
+
+@pytest.fixture
+def compiled() -> CompiledDecoder:
+    if abi.library() is None:
+        pytest.skip("the compiled kernels were not built")
+    config = engine_config(hf_config=SPEC, architecture="Gemma2ForCausalLM", vocab_size=150)
+    model = load_model(config, load_ops("native"), torch.device("cpu"), lambda *_: None)
+    assert isinstance(model, CompiledDecoder)
+    return model
+
+
+def both_looks(model: CompiledDecoder) -> str:
+    """What is found with torch and without: the same."""
+    program: CpuProgram = model._compiled._compiled  # type: ignore[attr-defined]
+    found = native_look.look_into(program, model.layer_specs)(PROMPT)
+    assert look_into(model, torch.device("cpu"))(PROMPT) == found
+    return found
+
+
+def test_the_layer_that_breaks_is_found_without_torch(compiled: CompiledDecoder) -> None:
+    program = compiled._compiled._compiled.program  # type: ignore[attr-defined]
+    assert both_looks(compiled) == ""
+    program.final_norm[3] = np.inf
+    assert both_looks(compiled) == "Numbers stop being finite in layer 2, behind its attention."
+    program.layers[1].attention_norm[3] = np.nan
+    assert both_looks(compiled) == "Numbers stop being finite in layer 0 or 1, before the attention of layer 1."
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_attention_without_torch_is_torchs(window: int | None, soft_cap: float | None) -> None:
+    spec = LayerSpec(6, 2, 8, scale=0.3, sliding_window=window, soft_cap=soft_cap)
+    chance = np.random.default_rng(0)
+    q, k, v = (chance.standard_normal((11, heads, 8)).astype(np.float32) for heads in (6, 2, 2))
+    expected = PromptAttention([spec], [11], torch.device("cpu"), causal=True)(0, *(torch.from_numpy(x) for x in (q, k, v)))
+    assert native_look.attended(spec, q, k, v) == pytest.approx(expected.numpy(), abs=1e-5)

@@ -46,7 +46,7 @@ def decoder_kernels() -> DecoderKernels:
             f"There are no compiled CPU kernels: {native_kernels_problem()}. {native_kernels_remedy()}, or use --cpu-kernels torch."
         )
     shared = functools.partial(panel_file, pack=panels.pack_rows, packed_bytes=panels.packed_bytes)
-    return DecoderKernels(panels.pack_rows, frozenset(abi.SOURCES), _compile, shared)
+    return DecoderKernels(panels.pack_rows, {name: abi.PANEL_BITS[kind] for name, (_, kind) in abi.SOURCES.items()}, _compile, shared)
 
 
 def _compile(program: DecoderProgram, *, threads: int, activations: CpuActivations) -> CompiledDecoder:

@@ -20,7 +20,7 @@ S = TypeVar("S", bound=ctypes.Structure)
 
 LAYOUT: Final = 1
 """Of panels (native/matmul.h), and of the order in which rows are packed: to be raised when either changes."""
-KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4}
+KINDS: Final[dict[PanelKind, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q4": 3, "q8": 4, "q8_minimum": 5, "q8_halves": 6}
 SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "F32": (0, "f32"),
     "F16": (1, "f16"),
@@ -28,8 +28,28 @@ SOURCES: Final[dict[str, tuple[int, PanelKind]]] = {
     "Q4_0": (3, "q4"),
     "Q4_1": (4, "q4"),
     "Q8_0": (5, "q8"),
+    "Q4_K": (6, "q4"),
+    "Q5_0": (7, "q8"),
+    "Q5_1": (8, "q8_minimum"),
+    "Q5_K": (9, "q8_minimum"),
+    "Q6_K": (10, "q8_halves"),
+    "Q3_K": (11, "q8"),
+    "Q2_K": (12, "f16"),
+    "IQ4_NL": (13, "q8"),
+    "IQ4_XS": (14, "q8"),
+    "MXFP4": (15, "q8"),
 }
 """How rows are stored -> (code, the kind of panel they become)."""
+PANEL_BITS: Final[dict[PanelKind, float]] = {
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q4": 5.0,
+    "q8": 8.5,
+    "q8_minimum": 9.0,
+    "q8_halves": 9.0,
+}
+"""Of a weight, with its share of scales."""
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 READ_AS: Final[dict[CpuActivations, int]] = {"float32": 0, "int16": 1, "int8": 2}
 """What packed weights are multiplied with."""
@@ -157,7 +177,13 @@ class Draw(ctypes.Structure):
     ]
 
 
-_SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
+def _done(result: int, function: object, arguments: object) -> None:
+    """Of functions that need memory, see native/abi.h."""
+    if not result:
+        raise MemoryError("The system gives no memory for a step of this size.")
+
+
+_SIGNATURES: Final[dict[str, tuple[Any, list[type]]]] = {
     "octavo_abi": (c_int32, []),
     "octavo_level": (c_int32, []),
     "octavo_set_level": (c_int32, [c_int32]),
@@ -165,19 +191,20 @@ _SIGNATURES: Final[dict[str, tuple[type | None, list[type]]]] = {
     "octavo_engine_free": (None, [c_void_p]),
     "octavo_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "octavo_pack": (c_int32, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "octavo_linear": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
+    "octavo_linear": (_done, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),
     "octavo_embedding": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "octavo_rms_norm": (None, [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64]),
     "octavo_rope": (None, [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "octavo_gated_mul": (None, [c_void_p, c_int64, c_int64, c_int32, c_void_p]),
-    "octavo_attention": (None, [c_void_p, c_void_p, c_void_p, *([c_void_p, c_int64] * 3), c_void_p]),
-    "octavo_forward": (None, [c_void_p] * 5),
-    "octavo_begin": (None, [c_void_p] * 3),
-    "octavo_layer_qkv": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
-    "octavo_layer_rest": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
-    "octavo_step": (None, [c_void_p] * 6),
-    "octavo_draw": (None, [c_void_p] * 3),
-    "octavo_logits": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
+    "octavo_attention": (_done, [c_void_p, c_void_p, c_void_p, *([c_void_p, c_int64] * 3), c_void_p]),
+    "octavo_forward": (_done, [c_void_p] * 5),
+    "octavo_begin": (_done, [c_void_p] * 3),
+    "octavo_layer_qkv": (_done, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p]),
+    "octavo_layer_rest": (_done, [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]),
+    "octavo_step": (_done, [c_void_p] * 6),
+    "octavo_step_logits": (_done, [c_void_p] * 7),
+    "octavo_draw": (_done, [c_void_p] * 3),
+    "octavo_logits": (_done, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
 }
 
 
@@ -190,7 +217,11 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(path)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(found, name)
-        function.restype, function.argtypes = result, arguments
+        function.argtypes = arguments
+        if result is _done:
+            function.restype, function.errcheck = c_int32, _done
+        else:
+            function.restype = result
     return found
 
 

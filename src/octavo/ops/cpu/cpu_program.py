@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 
 from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi
-from octavo.ops.cpu.steps import CpuSteps, SlotMemory
-from octavo.ops.program import DecoderProgram, LayerProgram
+from octavo.ops.cpu.steps import CpuSteps, SlotMemory, logits_of
+from octavo.ops.program import DecoderProgram, Float32, LayerProgram
+
+Attention = Callable[[int, Float32, Float32, Float32], Float32]
+"""(layer, q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]) -> [tokens, heads, head_dim]"""
 
 
 class CpuProgram:
@@ -42,6 +49,31 @@ class CpuProgram:
     def steps(self, caches: ctypes.Array[abi.Cache], memory: SlotMemory) -> CpuSteps:
         """Whole steps over a KV cache, which the caller keeps alive."""
         return CpuSteps(self.engine, self.decoder, caches, memory, self)
+
+    def run_layers(self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], attend: Attention) -> Float32:
+        """[tokens, hidden] after the final norm, with attention that is not ours between the kernels.
+
+        Args:
+            token_ids, positions: [tokens]
+        """
+        program, tokens, library = self.program, len(token_ids), abi.loaded()
+        heads, kv_heads = program.heads, program.kv_heads
+        hidden = np.empty((tokens, program.hidden), np.float32)
+        token_ids, positions = np.ascontiguousarray(token_ids), np.ascontiguousarray(positions)
+        step = abi.Step(token_ids=abi.address(token_ids), positions=abi.address(positions), num_tokens=tokens)
+        fixed = (self.engine.handle, ctypes.byref(self.decoder), ctypes.byref(step))
+        library.octavo_begin(*fixed)
+        for layer in range(len(program.layers)):
+            qkv = np.empty((tokens, heads + 2 * kv_heads, program.head_dim), np.float32)
+            library.octavo_layer_qkv(*fixed, layer, abi.address(qkv))
+            attended = attend(layer, qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :])
+            attended = np.ascontiguousarray(attended, np.float32)
+            library.octavo_layer_rest(*fixed, layer, abi.address(attended), abi.address(hidden))
+        return hidden
+
+    def logits(self, hidden: Float32) -> Float32:
+        """[rows, hidden] -> [rows, vocab]."""
+        return logits_of(self.engine, self.decoder, hidden)
 
 
 def _layer(layer: LayerProgram) -> abi.Layer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ from octavo.ops.cpu.steps import CpuSteps, SlotMemory
 from octavo.ops.registry import DrawRows
 
 if TYPE_CHECKING:
-    from octavo.ops.program import AttendLayer
+    from octavo.ops.program import AttendLayer, Float32
 
 
 class CpuDecoder:
@@ -23,30 +23,30 @@ class CpuDecoder:
     def __init__(self, compiled: CpuProgram) -> None:
         self._compiled = compiled
         self._program = compiled.program
-        self._library = abi.loaded()
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `ops.program.CompiledDecoder`."""
         if not isinstance(attend, PagedStep):
-            hidden = torch.empty(token_ids.shape[0], self._program.hidden)
-            self._layer_by_layer(token_ids.contiguous(), positions.contiguous(), attend, hidden)
-            return hidden if wanted is None else hidden.index_select(0, wanted)
+
+            def attended(layer: int, *qkv: Float32) -> Float32:
+                return attend(layer, *(torch.from_numpy(part) for part in qkv)).numpy()
+
+            every = torch.from_numpy(self._compiled.run_layers(token_ids.numpy(), positions.numpy(), attended))
+            return every if wanted is None else every.index_select(0, wanted)
         step = abi.Step.from_buffer_copy(attend.step)
         if wanted is not None:
             wanted = wanted.to(torch.int32).contiguous()
             step.wanted, step.num_wanted = wanted.data_ptr(), len(wanted)
         hidden = torch.empty(token_ids.shape[0] if wanted is None else len(wanted), self._program.hidden)
-        self._library.octavo_forward(*self._arguments(attend.caches, step), hidden.data_ptr())
+        described = (ctypes.byref(s) for s in (self._compiled.decoder, attend.caches, step))
+        abi.loaded().octavo_forward(self._compiled.engine.handle, *described, hidden.data_ptr())
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `ops.program.CompiledDecoder`."""
-        hidden = hidden.contiguous()
-        out = torch.empty(hidden.shape[0], self._program.vocab)
-        self._library.octavo_logits(*self._arguments(), hidden.data_ptr(), hidden.shape[0], out.data_ptr())
-        return out
+        return torch.from_numpy(self._compiled.logits(hidden.numpy()))
 
     def draw(
         self,
@@ -64,23 +64,6 @@ class CpuDecoder:
     def steps(self, caches: ctypes.Array[abi.Cache], memory: SlotMemory) -> CpuSteps:
         """See `CpuProgram.steps`."""
         return self._compiled.steps(caches, memory)
-
-    def _arguments(self, *structures: Any) -> tuple[Any, ...]:
-        """The engine, the decoder and what else a call takes by reference."""
-        return (self._compiled.engine.handle, *(ctypes.byref(s) for s in (self._compiled.decoder, *structures)))
-
-    def _layer_by_layer(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttendLayer, hidden: torch.Tensor) -> None:
-        """With attention that is not ours between the kernels."""
-        program, tokens = self._program, token_ids.shape[0]
-        step = abi.Step(token_ids=token_ids.data_ptr(), positions=positions.data_ptr(), num_tokens=tokens)
-        heads, kv_heads = program.heads, program.kv_heads
-        self._library.octavo_begin(*self._arguments(step))
-        for layer in range(len(program.layers)):
-            qkv = torch.empty(tokens, heads + 2 * kv_heads, program.head_dim)
-            self._library.octavo_layer_qkv(*self._arguments(step), layer, qkv.data_ptr())
-            q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-            attended = attend(layer, q, k, v).contiguous()
-            self._library.octavo_layer_rest(*self._arguments(step), layer, attended.data_ptr(), hidden.data_ptr())
 
 
 def draw_tokens(

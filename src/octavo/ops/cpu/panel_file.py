@@ -232,7 +232,7 @@ def _draft(folder: Path, source: Source) -> tuple[str, int, Region] | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
-        room = HEADER_BYTES + source.size * 5 // 4
+        room = HEADER_BYTES + source.size * 3 // 2
         if shutil.disk_usage(folder).free < 4 * room:
             return None
         handle, path = tempfile.mkstemp(prefix=".packing-", dir=folder)

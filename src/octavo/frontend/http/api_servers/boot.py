@@ -13,7 +13,7 @@ class ApiServerBoot:
     """0 to count - 1. A server that takes the place of one that ended has its number."""
     count: int
     shared: str
-    """File with a pickled (Launch, ServerSettings)."""
+    """File with a pickled (TextFiles, ServerSettings)."""
     inbox: str
     outbox: str
     listen_fd: int

@@ -19,6 +19,7 @@ from octavo.config.args import EngineArgs
 from octavo.frontend.client import Progress
 from octavo.frontend.http.api_servers.hub import ApiServerHub
 from octavo.frontend.http.api_servers.load_board import LoadBoard
+from octavo.frontend.http.api_servers.text_files import keep
 from octavo.frontend.http.batches.store import DATABASE, BatchStore
 from octavo.frontend.http.responses.store import ResponseStore
 from octavo.frontend.http.settings import ServerSettings
@@ -137,7 +138,7 @@ def main_process(
             (folder / "state").mkdir(mode=0o700)
         _prepare_stores(folder, settings)
         shared = folder / "shared.pickle"
-        shared.write_bytes(pickle.dumps((launch, settings)))
+        shared.write_bytes(pickle.dumps((keep(launch, folder / "tokenizer"), settings)))
         board = LoadBoard.create(len(sockets))
         stack.callback(board.close)
         client = make_client(launch.config)

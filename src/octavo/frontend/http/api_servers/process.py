@@ -21,6 +21,7 @@ from octavo.errors import OctavoError
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.http.api_servers.boot import ApiServerBoot
 from octavo.frontend.http.api_servers.client import RelayedClient
+from octavo.frontend.http.api_servers.text_files import TextFiles
 from octavo.frontend.http.server import Signals, Uvicorn, loop_factory, serve_until, uvicorn_config
 from octavo.frontend.http.settings import ServerSettings
 from octavo.frontend.launch import Launch, open_tokenizer
@@ -38,26 +39,26 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the main process decides
     boot: ApiServerBoot = pickle.load(sys.stdin.buffer)
     die_with_parent(boot.from_main_thread)
-    launch, settings = _shared(boot)
+    texts, settings = _shared(boot)
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_run(boot, launch, settings))
+        runner.run(_run(boot, texts, settings))
 
 
-def _shared(boot: ApiServerBoot) -> tuple[Launch, ServerSettings]:
-    launch: Launch
+def _shared(boot: ApiServerBoot) -> tuple[TextFiles, ServerSettings]:
+    texts: TextFiles
     settings: ServerSettings
-    launch, settings = pickle.loads(Path(boot.shared).read_bytes())
+    texts, settings = pickle.loads(Path(boot.shared).read_bytes())
     # The main process has the lines about the engine.
-    return launch, dataclasses.replace(settings, log_stats_interval=0.0)
+    return texts, dataclasses.replace(settings, log_stats_interval=0.0)
 
 
-async def _run(boot: ApiServerBoot, launch: Launch, settings: ServerSettings) -> None:
-    client = RelayedClient(boot, launch.config)
+async def _run(boot: ApiServerBoot, texts: TextFiles, settings: ServerSettings) -> None:
+    client = RelayedClient(boot, texts.launch.config)
     try:
-        await _serve(boot, client, launch, settings)
+        await _serve(boot, client, texts.launch, settings)
     except OctavoError as e:
-        client.send(CannotServe(str(e), type(e).__name__))
+        client.send(CannotServe(texts.told(str(e)), type(e).__name__))
     except Exception as e:
         logger.exception("API server %d failed", boot.number)
         client.send(CannotServe(f"{type(e).__name__}: {e}"))

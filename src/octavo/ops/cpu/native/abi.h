@@ -2,12 +2,13 @@
 // (and the number below with config/device.py).
 //
 // Conventions: row-major float32 unless said otherwise; a leading dimension is in elements; a null pointer means "not there".
-// Nothing here throws, and nothing keeps a pointer after the call except an Engine, which keeps its scratch memory.
+// Nothing here throws, and nothing keeps a pointer after the call except an Engine, which keeps its scratch memory. What takes an
+// engine and returns a number returns 0 where there was no memory for the call, and 1 where it has done its work.
 #pragma once
 
 #include <cstdint>
 
-#define OCTAVO_ABI 5
+#define OCTAVO_ABI 6
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -15,6 +16,8 @@ enum OctavoKind : int32_t {
     KIND_BF16 = 2,
     KIND_Q4 = 3,  // groups of 32: w = scale * q + minimum, q in 0..15
     KIND_Q8 = 4,  // groups of 32: w = scale * (q - 128), q in 0..255
+    KIND_Q8_MINIMUM = 5,  // the same, and a minimum for each group: w = scale * (q - 128) + minimum
+    KIND_Q8_HALVES = 6,   // the same with two scales a group: 16 columns share one
 };
 
 enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are packed
@@ -24,6 +27,16 @@ enum OctavoSource : int32_t {  // how a checkpoint stores the rows that are pack
     SOURCE_Q4_0 = 3,
     SOURCE_Q4_1 = 4,
     SOURCE_Q8_0 = 5,
+    SOURCE_Q4_K = 6,  // from here on turned into one of the others first (blocks.cpp)
+    SOURCE_Q5_0 = 7,
+    SOURCE_Q5_1 = 8,
+    SOURCE_Q5_K = 9,
+    SOURCE_Q6_K = 10,
+    SOURCE_Q3_K = 11,
+    SOURCE_Q2_K = 12,
+    SOURCE_IQ4_NL = 13,
+    SOURCE_IQ4_XS = 14,
+    SOURCE_MXFP4 = 15,
 };
 
 enum OctavoActivations : int32_t {  // what packed weights are multiplied with
@@ -121,9 +134,9 @@ struct OctavoPlan {  // a step, as the core plans it
 };
 
 struct OctavoDraw {  // rows to draw tokens for
-    float* logits;  // [rows, stride]; written only where a row has a mask
+    float* logits;  // [rows, stride]; written only where a row has a mask, or its mode says so
     int64_t stride, vocab;
-    const int32_t *slots, *modes, *keys;
+    const int32_t *slots, *modes, *keys;  // as in OctavoPlan; a mode's 4: leave in logits what a random row was drawn from
     const float* numbers;  // as in OctavoSlots
     int64_t numbers_stride;
     const uint32_t* masks;  // as in OctavoPlan
@@ -145,29 +158,33 @@ EXPORT void octavo_engine_free(OctavoEngine*);
 
 EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
 // Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.
-// Returns 0 where a number, or a scale of numbers, is NaN or infinite; 1 where all are numbers.
+// Returns 1; 0 where a number, or a scale of numbers, is NaN or infinite, or is that in float16, or loses digits there.
 EXPORT int32_t octavo_pack(int32_t source, const void* rows_data, int64_t row_bytes, const int64_t* order, int64_t rows, int64_t columns, void* packed);
 
-EXPORT void octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
+EXPORT int32_t octavo_linear(OctavoEngine*, const OctavoLinear*, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
 EXPORT void octavo_embedding(const OctavoLinear*, const int64_t* ids, int64_t tokens, float* out);
 EXPORT void octavo_rms_norm(const float* x, int64_t ldx, int64_t rows, int64_t dim, const float* weight, float eps, float* out, int64_t ldo);
 EXPORT void octavo_rope(float* x, int64_t ldx, int64_t tokens, int64_t heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim);
 EXPORT void octavo_gated_mul(const float* gate_up, int64_t rows, int64_t dim, int32_t activation, float* out);
 
 // Write the step's keys and values into the cache, then attend. q [tokens, heads, head_dim] with row strides, out contiguous.
-EXPORT void octavo_attention(OctavoEngine*, const OctavoCache*, const OctavoStep*, const float* q, int64_t ldq, const float* k, int64_t ldk,
+EXPORT int32_t octavo_attention(OctavoEngine*, const OctavoCache*, const OctavoStep*, const float* q, int64_t ldq, const float* k, int64_t ldk,
                       const float* v, int64_t ldv, float* out);
 
 // The whole forward pass: hidden [wanted, hidden], after the final norm. One OctavoCache a layer.
-EXPORT void octavo_forward(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoStep*, float* hidden);
+EXPORT int32_t octavo_forward(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoStep*, float* hidden);
 // The same in pieces, for attention that is not ours: begin, then for each layer qkv (rotated) and rest; the last rest fills hidden.
-EXPORT void octavo_begin(OctavoEngine*, const OctavoDecoder*, const OctavoStep*);
-EXPORT void octavo_layer_qkv(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, float* qkv);
-EXPORT void octavo_layer_rest(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, const float* attended, float* hidden);
+EXPORT int32_t octavo_begin(OctavoEngine*, const OctavoDecoder*, const OctavoStep*);
+EXPORT int32_t octavo_layer_qkv(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, float* qkv);
+EXPORT int32_t octavo_layer_rest(OctavoEngine*, const OctavoDecoder*, const OctavoStep*, int32_t layer, const float* attended, float* hidden);
 // The whole step: block tables, forward pass, logits, tokens. tokens [sampled rows]: also written to their places in the token
 // table; -1 (and 0 in the table) where logits were not usable.
-EXPORT void octavo_step(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoSlots*, const OctavoPlan*, int32_t* tokens);
+EXPORT int32_t octavo_step(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoSlots*, const OctavoPlan*, int32_t* tokens);
+// A step as far as the logits, [sampled rows, vocab] in the engine's memory until its next call. hidden [tokens, hidden]: where the
+// hidden states of all tokens go; null: only those of the sampled rows are wanted.
+EXPORT int32_t octavo_step_logits(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoSlots*, const OctavoPlan*, float* hidden,
+                                  float** logits);
 // Temperature, min-p, top-k, top-p and a draw, or the likeliest token. tokens [rows].
-EXPORT void octavo_draw(OctavoEngine*, const OctavoDraw*, int32_t* tokens);
-EXPORT void octavo_logits(OctavoEngine*, const OctavoDecoder*, const float* hidden, int64_t rows, float* logits);
+EXPORT int32_t octavo_draw(OctavoEngine*, const OctavoDraw*, int32_t* tokens);
+EXPORT int32_t octavo_logits(OctavoEngine*, const OctavoDecoder*, const float* hidden, int64_t rows, float* logits);
 }

@@ -81,50 +81,60 @@ void keep_rows(OctavoEngine& e, const OctavoDecoder& d, const int32_t* rows, int
 
 }  // namespace
 
-void octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoStep* step, float* hidden) {
-    OctavoEngine& e = *engine;
-    const OctavoDecoder& d = *decoder;
-    const int64_t tokens = step->num_tokens, width = qkv_width(d);
-    begin(e, d, *step);
-    plan_attention(e, caches[0], *step);
+void forward(OctavoEngine& e, const OctavoDecoder& d, const OctavoCache* caches, const OctavoStep& step, float* hidden) {
+    const int64_t tokens = step.num_tokens, width = qkv_width(d);
+    begin(e, d, step);
+    plan_attention(e, caches[0], step);
     float* attended = e.attention.get(tokens * d.heads * d.head_dim);
     for (int32_t layer = 0; layer < d.num_layers; layer++) {
         const OctavoLayer& l = d.layers[layer];
         const OctavoCache& cache = caches[layer];
-        const int64_t* places = cache.sliding ? step->sliding_slots : step->cache_slots;
+        const int64_t* places = cache.sliding ? step.sliding_slots : step.cache_slots;
         float* qkv = e.qkv.get(tokens * width);
         multiply(e, l.qkv, e.hidden.view(), qkv, width);
         e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) {
             float* row = qkv + t * width;
-            rotate(d, l, step->positions[t], row);
+            rotate(d, l, step.positions[t], row);
             const float* keys = row + (int64_t)d.heads * d.head_dim;
             for (int h = 0; h < d.kv_heads; h++)
                 kernels().store_key_value(cache, places[t], h, keys + h * d.head_dim, keys + (d.kv_heads + h) * d.head_dim);
         });
-        const bool choose = step->wanted && layer + 1 == d.num_layers;
-        attend_tiles(e, choose ? e.last_tiles : e.tiles, cache, *step, qkv, width, attended);
-        if (choose) keep_rows(e, d, step->wanted, step->num_wanted);
-        rest(e, d, choose ? step->num_wanted : tokens, layer, attended, choose ? step->wanted : nullptr, hidden);
+        const bool choose = step.wanted && layer + 1 == d.num_layers;
+        attend_tiles(e, choose ? e.last_tiles : e.tiles, cache, step, qkv, width, attended);
+        if (choose) keep_rows(e, d, step.wanted, step.num_wanted);
+        rest(e, d, choose ? step.num_wanted : tokens, layer, attended, choose ? step.wanted : nullptr, hidden);
     }
 }
 
-void octavo_begin(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step) { begin(*engine, *decoder, *step); }
+void make_logits(OctavoEngine& e, const OctavoDecoder& d, const float* hidden, int64_t rows, float* logits) {
+    linear(e, d.head, hidden, d.hidden, rows, logits, d.vocab, d.activations);
+    if (d.logit_scale == 1.0f && d.logit_soft_cap <= 0) return;
+    e.pool.run(rows, 1, [&](int64_t r) { kernels().finish_logits(logits + r * d.vocab, d.vocab, d.logit_scale, d.logit_soft_cap); });
+}
 
-void octavo_layer_qkv(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step, int32_t layer, float* qkv) {
+int32_t octavo_forward(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoStep* step, float* hidden) {
+    return unless_out_of_memory([&] { forward(*engine, *decoder, caches, *step, hidden); });
+}
+
+int32_t octavo_begin(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step) {
+    return unless_out_of_memory([&] { begin(*engine, *decoder, *step); });
+}
+
+int32_t octavo_layer_qkv(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step, int32_t layer, float* qkv) {
     OctavoEngine& e = *engine;
     const OctavoDecoder& d = *decoder;
     const int64_t tokens = step->num_tokens, width = qkv_width(d);
-    multiply(e, d.layers[layer].qkv, e.hidden.view(), qkv, width);
-    e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { rotate(d, d.layers[layer], step->positions[t], qkv + t * width); });
+    return unless_out_of_memory([&] {
+        multiply(e, d.layers[layer].qkv, e.hidden.view(), qkv, width);
+        e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { rotate(d, d.layers[layer], step->positions[t], qkv + t * width); });
+    });
 }
 
-void octavo_layer_rest(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step, int32_t layer, const float* attended, float* hidden) {
-    rest(*engine, *decoder, step->num_tokens, layer, attended, nullptr, hidden);
+int32_t octavo_layer_rest(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoStep* step, int32_t layer, const float* attended,
+                          float* hidden) {
+    return unless_out_of_memory([&] { rest(*engine, *decoder, step->num_tokens, layer, attended, nullptr, hidden); });
 }
 
-void octavo_logits(OctavoEngine* engine, const OctavoDecoder* decoder, const float* hidden, int64_t rows, float* logits) {
-    const OctavoDecoder& d = *decoder;
-    octavo_linear(engine, &d.head, hidden, d.hidden, rows, logits, d.vocab, d.activations);
-    if (d.logit_scale == 1.0f && d.logit_soft_cap <= 0) return;
-    engine->pool.run(rows, 1, [&](int64_t r) { kernels().finish_logits(logits + r * d.vocab, d.vocab, d.logit_scale, d.logit_soft_cap); });
+int32_t octavo_logits(OctavoEngine* engine, const OctavoDecoder* decoder, const float* hidden, int64_t rows, float* logits) {
+    return unless_out_of_memory([&] { make_logits(*engine, *decoder, hidden, rows, logits); });
 }

@@ -63,7 +63,7 @@ Reading reading_of(const OctavoLinear& linear, int32_t wanted) {
     bool packed = false, floats = false;
     for (int i = 0; i < linear.num_segments; i++) {
         const int32_t kind = linear.segments[i].kind;
-        (kind == KIND_Q4 || kind == KIND_Q8 ? packed : floats) = true;
+        (is_packed(kind) ? packed : floats) = true;
     }
     if (!packed || wanted == ACTIVATIONS_FLOAT32) return {ROUND_NOT, true};
     return {wanted == ACTIVATIONS_INT8 ? ROUND_8 : ROUND_16, floats};
@@ -97,6 +97,12 @@ void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activation
             row += segment.rows;
         }
     });
+}
+
+void linear(OctavoEngine& e, const OctavoLinear& weight, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations) {
+    e.other.resize(tokens, weight.in_features, reading_of(weight, activations));
+    e.pool.run(tokens, token_chunk(e, tokens), [&](int64_t t) { e.other.finish(t, x + t * ldx); });
+    multiply(e, weight, e.other.view(), out, ldo);
 }
 
 void embed(const OctavoLinear& table, int64_t id, float scale, float* out) {
@@ -190,11 +196,9 @@ OctavoEngine* octavo_engine_new(int32_t threads) {
 
 void octavo_engine_free(OctavoEngine* engine) { delete engine; }
 
-void octavo_linear(OctavoEngine* engine, const OctavoLinear* linear, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo,
-                   int32_t activations) {
-    engine->other.resize(tokens, linear->in_features, reading_of(*linear, activations));
-    engine->pool.run(tokens, token_chunk(*engine, tokens), [&](int64_t t) { engine->other.finish(t, x + t * ldx); });
-    multiply(*engine, *linear, engine->other.view(), out, ldo);
+int32_t octavo_linear(OctavoEngine* engine, const OctavoLinear* weight, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo,
+                      int32_t activations) {
+    return unless_out_of_memory([&] { linear(*engine, *weight, x, ldx, tokens, out, ldo, activations); });
 }
 
 void octavo_embedding(const OctavoLinear* table, const int64_t* ids, int64_t tokens, float* out) {
@@ -214,13 +218,15 @@ void octavo_gated_mul(const float* gate_up, int64_t rows, int64_t dim, int32_t a
     for (int64_t r = 0; r < rows; r++) kernels().gated_mul(gate_up + 2 * r * dim, gate_up + (2 * r + 1) * dim, dim, activation, out + r * dim);
 }
 
-void octavo_attention(OctavoEngine* engine, const OctavoCache* cache, const OctavoStep* step, const float* q, int64_t ldq, const float* k, int64_t ldk,
-                      const float* v, int64_t ldv, float* out) {
+int32_t octavo_attention(OctavoEngine* engine, const OctavoCache* cache, const OctavoStep* step, const float* q, int64_t ldq, const float* k,
+                         int64_t ldk, const float* v, int64_t ldv, float* out) {
     const int64_t* places = cache->sliding ? step->sliding_slots : step->cache_slots;
-    engine->pool.run(step->num_tokens, token_chunk(*engine, step->num_tokens), [&](int64_t t) {
-        for (int h = 0; h < cache->kv_heads; h++)
-            kernels().store_key_value(*cache, places[t], h, k + t * ldk + h * cache->head_dim, v + t * ldv + h * cache->head_dim);
+    return unless_out_of_memory([&] {
+        engine->pool.run(step->num_tokens, token_chunk(*engine, step->num_tokens), [&](int64_t t) {
+            for (int h = 0; h < cache->kv_heads; h++)
+                kernels().store_key_value(*cache, places[t], h, k + t * ldk + h * cache->head_dim, v + t * ldv + h * cache->head_dim);
+        });
+        plan_attention(*engine, *cache, *step);
+        attend_tiles(*engine, engine->tiles, *cache, *step, q, ldq, out);
     });
-    plan_attention(*engine, *cache, *step);
-    attend_tiles(*engine, engine->tiles, *cache, *step, q, ldq, out);
 }

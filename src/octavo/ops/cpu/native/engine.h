@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "kernels.h"
@@ -10,15 +11,18 @@
 
 const Kernels& kernels();  // of the level in use
 
-// Memory that only grows, so that a step allocates nothing once the largest has been seen.
+// Memory that only grows, so that a step allocates nothing once the largest has been seen. Throws where the system gives no more: only
+// ever in the thread that called the library, see unless_out_of_memory.
 template <class T>
 class Buffer {
   public:
     T* get(int64_t count) {
         if (count > capacity_) {
+            capacity_ = 0;
+            memory_.reset();
             memory_.reset(static_cast<T*>(std::aligned_alloc(64, (size_t)ceil_div(count * (int64_t)sizeof(T), 64) * 64)));
-            capacity_ = memory_ ? count : 0;
-            if (!memory_) std::abort();
+            if (!memory_) throw std::bad_alloc();
+            capacity_ = count;
         }
         return memory_.get();
     }
@@ -28,6 +32,17 @@ class Buffer {
     std::unique_ptr<T[], Free> memory_;
     int64_t capacity_ = 0;
 };
+
+// Runs a call of the C interface: 1, or 0 where there was no memory for it, and the next one may have enough.
+template <class Body>
+int32_t unless_out_of_memory(const Body& body) {
+    try {
+        body();
+        return 1;
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
 
 // How a linear layer wants its inputs.
 struct Reading {
@@ -51,7 +66,8 @@ class Inputs {
         rounded_ = rounded_buffer_.get(groups_ * stride_ * GROUP);  // room for 16 bits
         scales_ = scale_buffer_.get(groups_ * stride_);
         sums_ = sum_buffer_.get(groups_ * stride_);
-        excess_ = excess_buffer_.get(groups_ * stride_);
+        excess_ = excess_buffer_.get(2 * groups_ * stride_);
+        first_excess_ = excess_ + groups_ * stride_;
     }
     float* row(int64_t token) { return values_ + token * columns_; }
     void finish(int64_t token) { finish(token, row(token)); }
@@ -59,10 +75,12 @@ class Inputs {
         const bool wide = reading_.rounding == ROUND_16;
         void* rounded = wide ? (void*)(rounded_ + token * GROUP) : (void*)((int8_t*)rounded_ + token * GROUP);
         kernels().round_row(reading_.rounding, x, columns_, stride_,
-                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + token});
+                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + token,
+                             first_excess_ + token});
     }
     Activations view() const {
-        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_, sums_, excess_, tokens_, columns_, groups_, stride_};
+        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_,  sums_,  excess_, first_excess_,
+                tokens_,           columns_,                            groups_,  stride_};
     }
 
   private:
@@ -71,7 +89,7 @@ class Inputs {
     Buffer<int32_t> excess_buffer_;
     float *values_ = nullptr, *floats_ = nullptr, *scales_ = nullptr, *sums_ = nullptr;
     int16_t* rounded_ = nullptr;
-    int32_t* excess_ = nullptr;
+    int32_t *excess_ = nullptr, *first_excess_ = nullptr;
     int64_t tokens_ = 0, columns_ = 0, groups_ = 0, stride_ = 0;
     Reading reading_ = {ROUND_NOT, false};
 };
@@ -96,6 +114,8 @@ struct OctavoEngine {
 Reading reading_of(const OctavoLinear& linear, int32_t wanted);
 // x @ weight.T + bias for all tokens.
 void multiply(OctavoEngine& engine, const OctavoLinear& linear, const Activations& x, float* out, int64_t ldo);
+// The same for inputs that lie `ldx` apart.
+void linear(OctavoEngine& engine, const OctavoLinear& weight, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo, int32_t activations);
 void embed(const OctavoLinear& table, int64_t id, float scale, float* out);
 // Tokens that a thread takes at a time in loops over tokens.
 inline int64_t token_chunk(const OctavoEngine& engine, int64_t tokens) {
@@ -108,4 +128,7 @@ void plan_attention(OctavoEngine& engine, const OctavoCache& cache, const Octavo
 // out [tokens, heads * head_dim]: the rows of the tiles' tokens are filled.
 void attend_tiles(OctavoEngine& engine, const std::vector<TileTask>& tiles, const OctavoCache& cache, const OctavoStep& step, const float* q,
                   int64_t ldq, float* out);
+// As in the C interface, but they throw.
+void forward(OctavoEngine&, const OctavoDecoder&, const OctavoCache* caches, const OctavoStep&, float* hidden);
+void make_logits(OctavoEngine&, const OctavoDecoder&, const float* hidden, int64_t rows, float* logits);
 void draw_rows(OctavoEngine& engine, const OctavoDraw& draw, int32_t* tokens);

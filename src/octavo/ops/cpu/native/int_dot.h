@@ -1,7 +1,8 @@
 // Integer dot products of one weight group (16 rows, 32 columns) with rounded activations, as each level does them best.
 //
 // A level brings `Dots<T>`: the 16 rows' whole-number sums of T tokens, in registers; two sources of weights, read from the packed
-// group or from a buffer that it was unpacked to once for many tokens; and `add_16`/`add_8`, which run over a group. Whole numbers
+// group or from a buffer that it was unpacked to once for many tokens; and `add_16`/`add_8`, which run over the fours of columns from
+// FROM to TO of a group. Whole numbers
 // are exact, so the two sources, and any T, give the same bits.
 //
 // 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones (|q| <= 127) where a level sums pairs in
@@ -73,10 +74,10 @@ INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
     }
 }
 
-template <int T, class Weights>
+template <int T, int FROM, int TO, class Weights>
 INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         __m512i w[2];
         weights.pairs(quad, w);
         for (int t = 0; t < T; t++)
@@ -85,10 +86,10 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
     }
 }
 
-template <int T, bool Q4, class Weights>
+template <int T, bool Q4, int FROM, int TO, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         __m512i w[1];
         weights.bytes(quad, w);
         for (int t = 0; t < T; t++)
@@ -161,10 +162,10 @@ INLINE void unpack(const uint8_t* g, uint8_t* buffer) {
     }
 }
 
-template <int T, class Weights>
+template <int T, int FROM, int TO, class Weights>
 INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         __m256i w[4];
         weights.pairs(quad, w);
         for (int t = 0; t < T; t++)
@@ -178,11 +179,11 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
     }
 }
 
-template <int T, bool Q4, class Weights>
+template <int T, bool Q4, int FROM, int TO, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
     if constexpr (!Q4) {
 #pragma GCC unroll 8
-        for (int quad = 0; quad < 8; quad++) {
+        for (int quad = FROM; quad < TO; quad++) {
             __m256i w[2], size[2];
             weights.bytes(quad, w);
             for (int h = 0; h < 2; h++) size[h] = _mm256_abs_epi8(w[h]);  // -128 becomes 128, which is read without a sign
@@ -199,14 +200,14 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
     }
     __m256i narrow[T][2];
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         __m256i w[2];
         weights.bytes(quad, w);
         for (int t = 0; t < T; t++) {
             __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP + 4 * quad));
             for (int h = 0; h < 2; h++) {
                 __m256i products = _mm256_maddubs_epi16(w[h], b);
-                narrow[t][h] = quad ? _mm256_add_epi16(narrow[t][h], products) : products;
+                narrow[t][h] = quad > FROM ? _mm256_add_epi16(narrow[t][h], products) : products;
                 IN_ORDER(narrow[t][h]);
             }
         }
@@ -294,10 +295,10 @@ INLINE void add_column(int32x4_t* sum, const int16x8_t* w, int16x4_t x) {
     }
 }
 
-template <int T, class Weights>
+template <int T, int FROM, int TO, class Weights>
 INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         int16x8_t w[8];
         weights.columns(quad, w);
         for (int t = 0; t < T; t++) {
@@ -312,10 +313,10 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-template <int T, bool Q4, class Weights>
+template <int T, bool Q4, int FROM, int TO, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         int8x16_t w[4];
         weights.bytes(quad, w);
         for (int t = 0; t < T; t++) {
@@ -327,11 +328,11 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
 
 #else
 
-template <int T, bool Q4, class Weights>
+template <int T, bool Q4, int FROM, int TO, class Weights>
 INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
     int16x8_t narrow[T][4];  // pairs of columns
 #pragma GCC unroll 8
-    for (int quad = 0; quad < 8; quad++) {
+    for (int quad = FROM; quad < TO; quad++) {
         int8x16_t w[4];
         weights.bytes(quad, w);
         for (int t = 0; t < T; t++) {
@@ -339,7 +340,7 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
             for (int i = 0; i < 4; i++) {
                 const int16x8_t products = vpaddq_s16(vmull_s8(vget_low_s8(w[i]), vget_low_s8(b)), vmull_high_s8(w[i], b));
                 if (!Q4) d.sum[t][i] = vpadalq_s16(d.sum[t][i], products);
-                else narrow[t][i] = quad ? vaddq_s16(narrow[t][i], products) : products;
+                else narrow[t][i] = quad > FROM ? vaddq_s16(narrow[t][i], products) : products;
             }
         }
     }
@@ -393,32 +394,32 @@ struct Packed {  // here everything goes by the buffer
     const uint8_t* g;
 };
 
-template <int T>
+template <int T, int FROM, int TO>
 INLINE void add_16(const Unpacked& weights, const int16_t* x, Dots<T>& d) {
     const int16_t* w = (const int16_t*)weights.buffer;
     for (int t = 0; t < T; t++)
-        for (int k = 0; k < GROUP; k++)
+        for (int k = 4 * FROM; k < 4 * TO; k++)
             for (int r = 0; r < PANEL; r++) d.sum[t][r] += (int32_t)w[k * PANEL + r] * x[t * GROUP + k];
 }
-template <int T, bool Q4>
+template <int T, int FROM, int TO, bool Q4>
 INLINE void add_16(const Packed<Q4>& weights, const int16_t* x, Dots<T>& d) {
     alignas(64) uint8_t buffer[2 * PANEL * GROUP];
     unpack<Q4, true>(weights.g, buffer);
-    add_16<T>(Unpacked{buffer}, x, d);
+    add_16<T, FROM, TO>(Unpacked{buffer}, x, d);
 }
 
-template <int T, bool Q4>
+template <int T, bool Q4, int FROM, int TO>
 INLINE void add_8(const Unpacked& weights, const int8_t* x, Dots<T>& d) {
     for (int t = 0; t < T; t++)
-        for (int k = 0; k < GROUP; k++)
+        for (int k = 4 * FROM; k < 4 * TO; k++)
             for (int r = 0; r < PANEL; r++) d.sum[t][r] += weights.buffer[k / 4 * 64 + r * 4 + k % 4] * x[t * GROUP + k];
 }
 
-template <int T, bool Q4>
+template <int T, bool Q4, int FROM, int TO>
 INLINE void add_8(const Packed<Q4>& weights, const int8_t* x, Dots<T>& d) {
     alignas(64) uint8_t buffer[PANEL * GROUP];
     unpack<Q4, false>(weights.g, buffer);
-    add_8<T, Q4>(Unpacked{buffer}, x, d);
+    add_8<T, Q4, FROM, TO>(Unpacked{buffer}, x, d);
 }
 
 #endif

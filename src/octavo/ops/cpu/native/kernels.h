@@ -14,8 +14,24 @@ constexpr int TOKEN_BLOCK = 96;  // most tokens of a panel call: what the caches
 constexpr int MAX_QUERIES = 6;   // queries of one attention tile: what registers hold
 constexpr int KEY_CHUNK = 256;   // keys between two rescalings of the online softmax, aligned to multiples of itself
 constexpr int DRAW_GROUP = 256;  // vocabulary entries drawn among at once: part of what a seed means
-constexpr int Q4_GROUP_BYTES = PANEL * GROUP / 2 + 2 * PANEL * 2;
-constexpr int Q8_GROUP_BYTES = PANEL * GROUP + PANEL * 2;
+
+// Groups of the packed kinds.
+template <int32_t KIND>
+struct Layout {
+    static constexpr bool Q4 = KIND == KIND_Q4, MINIMA = KIND == KIND_Q4 || KIND == KIND_Q8_MINIMUM;
+    static constexpr int PARTS = KIND == KIND_Q8_HALVES ? 2 : 1;  // runs of columns with a scale each
+    static constexpr int SCALES = PANEL * GROUP / (Q4 ? 2 : 1);   // where they begin; behind them are minima, or those of the second part
+    static constexpr int BYTES = SCALES + (MINIMA || PARTS == 2 ? 2 : 1) * PANEL * 2;
+};
+
+inline bool is_packed(int32_t kind) { return kind >= KIND_Q4; }
+inline int group_bytes(int32_t kind) {
+    switch (kind) {
+        case KIND_Q4: return Layout<KIND_Q4>::BYTES;
+        case KIND_Q8: return Layout<KIND_Q8>::BYTES;
+        default: return Layout<KIND_Q8_MINIMUM>::BYTES;  // and of halves
+    }
+}
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -31,6 +47,7 @@ struct Activations {
     const float* scales;    // [groups, stride]
     const float* sums;      // [groups, stride] scale * sum of rounded
     const int32_t* excess;  // [groups, stride] -128 * sum of rounded: what takes the 128 off unsigned weights
+    const int32_t* first_excess;  // [groups, stride] the same of a group's first 16 columns
     int64_t tokens, columns, groups;
     int64_t stride;  // at least the tokens
 };
@@ -40,7 +57,7 @@ struct RowTarget {
     float* floats;
     void* rounded;
     float *scales, *sums;
-    int32_t* excess;
+    int32_t *excess, *first_excess;
 };
 
 struct AttentionTile {

@@ -4,7 +4,8 @@
 //   float kinds  [column][row], so that a column of 16 rows is one or two vectors
 //   Q4           8 vectors of 32 bytes, one for each 4 columns: byte 4 r + c has row r (low half) and row r + 8 (high half) of
 //                column c; then 16 scales and 16 minima, float16
-//   Q8           8 times 64 bytes, one for each 4 columns: byte 4 r + c has row r, column c, plus 128; then 16 scales, float16
+//   Q8           8 times 64 bytes, one for each 4 columns: byte 4 r + c has row r, column c, plus 128; then 16 scales, float16, and
+//                16 minima behind them, or the 16 scales of columns 16 to 31, in the kinds that have these
 // Four columns of a row lie together because that is what a multiply-and-add of bytes sums: the 32-bit lanes of the result are
 // rows, and no horizontal sum is ever needed.
 #pragma once
@@ -20,16 +21,19 @@ constexpr int VECTORS = PANEL / W;  // vectors a panel's column takes
 // ---- float activations: any kind, unpacked a group at a time
 
 // Calls use(column, vector, weights) for all columns of a packed group, in order.
-template <bool Q4, class Use>
+template <int32_t KIND, class Use>
 INLINE void each_weight(const uint8_t* g, const Use& use) {
-    const uint16_t* narrow = (const uint16_t*)(g + (Q4 ? 256 : 512));
+    using L = Layout<KIND>;
+    constexpr bool Q4 = L::Q4;
+    constexpr bool BARE = !L::MINIMA;  // the 128 is taken off in the same sum
+    const uint16_t* narrow = (const uint16_t*)(g + L::SCALES);
     vf scale[VECTORS], minimum[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-        scale[v] = load(narrow + v * W);
-        minimum[v] = Q4 ? load(narrow + PANEL + v * W) : scale[v] * splat(-128.0f);
-    }
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; quad++) {
+        for (int v = 0; v < VECTORS && quad % (8 / L::PARTS) == 0; v++) {
+            scale[v] = load(narrow + quad / (8 / L::PARTS) * PANEL + v * W);
+            minimum[v] = BARE ? scale[v] * splat(-128.0f) : load(narrow + PANEL + v * W);
+        }
         vi bytes[VECTORS];  // four columns of each row
         for (int v = 0; v < VECTORS; v++) {
             if (!Q4) {
@@ -50,6 +54,7 @@ INLINE void each_weight(const uint8_t* g, const Use& use) {
         for (int c = 0; c < 4; c++)
             for (int v = 0; v < VECTORS; v++) {
                 vi q = c == 3 ? (bytes[v] >> 24) & splat(255) : (bytes[v] >> (8 * c)) & splat(255);
+                if (!Q4 && !BARE) q = q - splat(128);
                 use(4 * quad + c, v, fma(__builtin_convertvector(q, vf), scale[v], minimum[v]));
             }
     }
@@ -67,9 +72,12 @@ INLINE const float* unpack_group(int32_t kind, const uint8_t* panel, int64_t gro
             for (int64_t i = 0; i < count; i += W) store(buffer + i, load_bf16(source + i));
         return buffer;
     }
-    const uint8_t* g = panel + group * (kind == KIND_Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES);
-    if (kind == KIND_Q4) each_weight<true>(g, [&](int k, int v, vf w) { store(buffer + k * PANEL + v * W, w); });
-    else each_weight<false>(g, [&](int k, int v, vf w) { store(buffer + k * PANEL + v * W, w); });
+    const uint8_t* g = panel + group * group_bytes(kind);
+    const auto keep = [&](int k, int v, vf w) { store(buffer + k * PANEL + v * W, w); };
+    if (kind == KIND_Q4) each_weight<KIND_Q4>(g, keep);
+    else if (kind == KIND_Q8) each_weight<KIND_Q8>(g, keep);
+    else if (kind == KIND_Q8_MINIMUM) each_weight<KIND_Q8_MINIMUM>(g, keep);
+    else each_weight<KIND_Q8_HALVES>(g, keep);
     return buffer;
 }
 
@@ -92,19 +100,22 @@ INLINE void float_tile(const float* weights, int64_t count, const float* x, floa
 }
 
 // A single token, straight from the packed weights: the same arithmetic as float_tile<1>, without the detour.
-template <bool Q4>
+template <int32_t KIND>
 INLINE void float_row(const uint8_t* g, const float* x, float* sums) {
     vf acc[VECTORS];
     for (int v = 0; v < VECTORS; v++) acc[v] = load(sums + v * W);
-    each_weight<Q4>(g, [&](int k, int v, vf w) { acc[v] = fma(splat(x[k]), w, acc[v]); });
+    each_weight<KIND>(g, [&](int k, int v, vf w) { acc[v] = fma(splat(x[k]), w, acc[v]); });
     for (int v = 0; v < VECTORS; v++) store(sums + v * W, acc[v]);
 }
 
 static void float_group(int32_t kind, const uint8_t* panel, int64_t group, const Activations& a, int64_t begin, int64_t tokens, float* sums) {
     alignas(64) float buffer[GROUP * PANEL];
     const float* x = a.floats + (group * a.stride + begin) * GROUP;
-    if (tokens == 1 && kind == KIND_Q4) return float_row<true>(panel + group * Q4_GROUP_BYTES, x, sums);
-    if (tokens == 1 && kind == KIND_Q8) return float_row<false>(panel + group * Q8_GROUP_BYTES, x, sums);
+    const uint8_t* g = panel + group * group_bytes(kind);
+    if (tokens == 1 && kind == KIND_Q4) return float_row<KIND_Q4>(g, x, sums);
+    if (tokens == 1 && kind == KIND_Q8) return float_row<KIND_Q8>(g, x, sums);
+    if (tokens == 1 && kind == KIND_Q8_MINIMUM) return float_row<KIND_Q8_MINIMUM>(g, x, sums);
+    if (tokens == 1 && kind == KIND_Q8_HALVES) return float_row<KIND_Q8_HALVES>(g, x, sums);
     const int64_t count = a.columns - group * GROUP < GROUP ? a.columns - group * GROUP : GROUP;
     const float* weights = unpack_group(kind, panel, group, a.columns, buffer);
     int64_t t = 0;
@@ -123,9 +134,9 @@ static void float_group(int32_t kind, const uint8_t* panel, int64_t group, const
 
 // ---- rounded activations: whole-number products within a group, scaled and summed as floats over the groups
 
-// Scales and minima of a group's rows.
+// What a packed group has behind its codes, for its rows: scales, and minima or the scales of the second part.
 struct Scaling {
-    alignas(64) float scale[PANEL], minimum[PANEL];
+    alignas(64) float first[PANEL], second[PANEL];
 };
 
 // Where a panel's results go.
@@ -153,35 +164,37 @@ struct Ahead {
 };
 
 // Groups as they are packed.
-template <bool Q4>
+template <int32_t KIND>
 struct PackedGroups {
-    static constexpr int64_t BYTES = Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES;
+    using L = Layout<KIND>;
     const uint8_t* panel;
-    INLINE_MEMBER const uint8_t* at(int64_t group) const { return panel + group * BYTES; }
-    INLINE_MEMBER Packed<Q4> weights(int64_t group) const { return {at(group)}; }
-    INLINE_MEMBER vf scale(int64_t group, int v) const { return load((const uint16_t*)(at(group) + (Q4 ? 256 : 512)) + v * W); }
-    INLINE_MEMBER vf minimum(int64_t group, int v) const { return load((const uint16_t*)(at(group) + 256) + PANEL + v * W); }
+    INLINE_MEMBER const uint8_t* at(int64_t group) const { return panel + group * L::BYTES; }
+    INLINE_MEMBER Packed<L::Q4> weights(int64_t group) const { return {at(group)}; }
+    INLINE_MEMBER vf first(int64_t group, int v) const { return load((const uint16_t*)(at(group) + L::SCALES) + v * W); }
+    INLINE_MEMBER vf second(int64_t group, int v) const { return load((const uint16_t*)(at(group) + L::SCALES) + PANEL + v * W); }
 };
 
-// Groups unpacked to a buffer, from group `first` on.
+// Groups unpacked to a buffer, from group `from` on.
 template <bool WIDE>
 struct UnpackedGroups {
     const uint8_t* buffer;
     const Scaling* scaling;
-    int64_t first;
-    INLINE_MEMBER Unpacked weights(int64_t group) const { return {buffer + (group - first) * (GROUP * PANEL << WIDE)}; }
-    INLINE_MEMBER vf scale(int64_t group, int v) const { return load(scaling[group - first].scale + v * W); }
-    INLINE_MEMBER vf minimum(int64_t group, int v) const { return load(scaling[group - first].minimum + v * W); }
+    int64_t from;
+    INLINE_MEMBER Unpacked weights(int64_t group) const { return {buffer + (group - from) * (GROUP * PANEL << WIDE)}; }
+    INLINE_MEMBER vf first(int64_t group, int v) const { return load(scaling[group - from].first + v * W); }
+    INLINE_MEMBER vf second(int64_t group, int v) const { return load(scaling[group - from].second + v * W); }
 };
 
 // Groups [first, last) of T tokens. Sums wait in `sums` for groups that come later. A function of its own each: inlined into one,
 // their registers spill.
-template <int T, bool Q4, bool WIDE, class Groups>
+template <int T, int32_t KIND, bool WIDE, class Groups>
 __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ahead ahead, const Activations& a, int64_t first, int64_t last,
                                                    int64_t token, const Target& target, float* sums) {
+    using L = Layout<KIND>;
+    constexpr bool BARE = L::Q4 || (!WIDE && SIGNED_BYTES);  // no 128 is in the sums
     constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
     const float *scales = a.scales + token, *offsets = a.sums + token;
-    const int32_t* excess = a.excess + token;
+    const int32_t *excess = a.excess + token, *first_excess = a.first_excess + token;
     const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
     vf acc[T][VECTORS];
     for (int t = 0; t < T; t++)
@@ -192,24 +205,30 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
     for (int64_t g = first; g < last; g++) {
         const int64_t at = g * a.stride;
         ahead.ask(g);
-        Dots<T> dots;
-        for (int t = 0; t < T; t++) dots.start(t, Q4 || (!WIDE && SIGNED_BYTES) ? 0 : excess[at + t]);
-        if constexpr (WIDE) add_16<T>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
-        else add_8<T, Q4>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
-        // Scales are read only after the dot products, which need the registers.
-        Groups now = groups;
-        if constexpr (!HELD) asm volatile("" : "+m"(now));
-        for (int v = 0; v < VECTORS; v++) {
-            const vf scale = now.scale(g, v), minimum = Q4 ? now.minimum(g, v) : scale;
-            for (int t = 0; t < T; t++) {
-                float* sum = sums + t * PANEL + v * W;
-                vf total = HELD ? acc[t][v] : load(sum);
-                total = fma(dots.whole(t, v), scale * splat(scales[at + t]), total);
-                if (Q4) total = fma(minimum, splat(offsets[at + t]), total);
-                if constexpr (HELD) acc[t][v] = total;
-                else store(sum, total);
+        const auto add_part = [&](auto which) __attribute__((always_inline)) {
+            constexpr int PART = decltype(which)::value, FROM = PART * 8 / L::PARTS, TO = FROM + 8 / L::PARTS;
+            Dots<T> dots;
+            for (int t = 0; t < T; t++)
+                dots.start(t, BARE ? 0 : L::PARTS == 1 ? excess[at + t] : PART ? excess[at + t] - first_excess[at + t] : first_excess[at + t]);
+            if constexpr (WIDE) add_16<T, FROM, TO>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
+            else add_8<T, L::Q4, FROM, TO>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
+            // Scales are read only after the dot products, which need the registers.
+            Groups now = groups;
+            if constexpr (!HELD) asm volatile("" : "+m"(now));
+            for (int v = 0; v < VECTORS; v++) {
+                const vf scale = PART ? now.second(g, v) : now.first(g, v), minimum = L::MINIMA ? now.second(g, v) : scale;
+                for (int t = 0; t < T; t++) {
+                    float* sum = sums + t * PANEL + v * W;
+                    vf total = HELD ? acc[t][v] : load(sum);
+                    total = fma(dots.whole(t, v), scale * splat(scales[at + t]), total);
+                    if (L::MINIMA) total = fma(minimum, splat(offsets[at + t]), total);
+                    if constexpr (HELD) acc[t][v] = total;
+                    else store(sum, total);
+                }
             }
-        }
+        };
+        add_part(std::integral_constant<int, 0>());
+        if constexpr (L::PARTS == 2) add_part(std::integral_constant<int, 1>());
     }
     for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++) {
@@ -219,14 +238,14 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
         }
 }
 
-template <bool Q4, bool WIDE, class Groups>
+template <int32_t KIND, bool WIDE, class Groups>
 INLINE void rounded_tiles(const Groups& groups, Ahead ahead, const Activations& a, int64_t first, int64_t last, int64_t token, int64_t tokens,
                           const Target& target, float* sums) {
     const int64_t share = ceil_div(ceil_div(ahead.bytes, 64), ceil_div(tokens, TILE)) * 64;
     const auto tile = [&](auto width) {
         constexpr int T = decltype(width)::value;
         ahead.to = ahead.from + share < ahead.bytes ? ahead.from + share : ahead.bytes;
-        rounded_tile<T, Q4, WIDE>(groups, ahead, a, first, last, token, target, sums);
+        rounded_tile<T, KIND, WIDE>(groups, ahead, a, first, last, token, target, sums);
         ahead.from = ahead.to;
         tokens -= T, token += T, sums += T * PANEL;
     };
@@ -242,13 +261,14 @@ INLINE void rounded_tiles(const Groups& groups, Ahead ahead, const Activations& 
 
 constexpr int64_t UNPACK_FROM = TILE + 1;  // tokens that a detour through memory pays for
 
-template <bool Q4, bool WIDE>
+template <int32_t KIND, bool WIDE>
 static void rounded_panel(const uint8_t* panel, const Activations& a, int64_t begin, int64_t tokens, const Target& target) {
+    using L = Layout<KIND>;
     alignas(64) float sums[TOKEN_BLOCK * PANEL];
-    const PackedGroups<Q4> packed = {panel};
-    constexpr int64_t BYTES = PackedGroups<Q4>::BYTES;
+    const PackedGroups<KIND> packed = {panel};
+    constexpr int64_t BYTES = L::BYTES;
     // A panel of few tokens is over in a microsecond: farther ahead than the next one, where that is short.
-    if (tokens < UNPACK_FROM) return rounded_tiles<Q4, WIDE>(packed, {panel + 8192, BYTES, 0, 0}, a, 0, a.groups, begin, tokens, target, sums);
+    if (tokens < UNPACK_FROM) return rounded_tiles<KIND, WIDE>(packed, {panel + 8192, BYTES, 0, 0}, a, 0, a.groups, begin, tokens, target, sums);
     constexpr int64_t MOST = WIDE ? 24 : 32;  // groups that the first-level cache holds unpacked
     alignas(64) uint8_t buffer[MOST * (GROUP * PANEL << WIDE)];
     Scaling scaling[MOST];
@@ -257,13 +277,13 @@ static void rounded_panel(const uint8_t* panel, const Activations& a, int64_t be
     for (int64_t first = 0; first < a.groups; first += part) {
         const int64_t last = first + part < a.groups ? first + part : a.groups;
         for (int64_t g = first; g < last; g++) {
-            unpack<Q4, WIDE>(packed.at(g), buffer + (g - first) * (GROUP * PANEL << WIDE));
+            unpack<L::Q4, WIDE>(packed.at(g), buffer + (g - first) * (GROUP * PANEL << WIDE));
             for (int v = 0; v < VECTORS; v++) {
-                store(scaling[g - first].scale + v * W, packed.scale(g, v));
-                if (Q4) store(scaling[g - first].minimum + v * W, packed.minimum(g, v));
+                store(scaling[g - first].first + v * W, packed.first(g, v));
+                if (L::MINIMA || L::PARTS == 2) store(scaling[g - first].second + v * W, packed.second(g, v));
             }
         }
-        rounded_tiles<Q4, WIDE>(UnpackedGroups<WIDE>{buffer, scaling, first}, ahead, a, first, last, begin, tokens, target, sums);
+        rounded_tiles<KIND, WIDE>(UnpackedGroups<WIDE>{buffer, scaling, first}, ahead, a, first, last, begin, tokens, target, sums);
     }
 }
 
@@ -281,11 +301,16 @@ static void panel(int32_t kind, const uint8_t* panel, const Activations& a, int6
                   const float* bias, int lanes) {
     const bool rounded = a.rounding != ROUND_NOT, wide = a.rounding == ROUND_16;
     const Target target = {out, ldo, bias, lanes};
-    if (rounded && kind == KIND_Q4 && wide) rounded_panel<true, true>(panel, a, begin, end - begin, target);
-    else if (rounded && kind == KIND_Q4) rounded_panel<true, false>(panel, a, begin, end - begin, target);
-    else if (rounded && kind == KIND_Q8 && wide) rounded_panel<false, true>(panel, a, begin, end - begin, target);
-    else if (rounded && kind == KIND_Q8) rounded_panel<false, false>(panel, a, begin, end - begin, target);
-    else float_panel(kind, panel, a, begin, end - begin, target);
+    const auto packed = [&](auto which) {
+        constexpr int32_t KIND = decltype(which)::value;
+        if (wide) rounded_panel<KIND, true>(panel, a, begin, end - begin, target);
+        else rounded_panel<KIND, false>(panel, a, begin, end - begin, target);
+    };
+    if (!rounded || !is_packed(kind)) float_panel(kind, panel, a, begin, end - begin, target);
+    else if (kind == KIND_Q4) packed(std::integral_constant<int32_t, KIND_Q4>());
+    else if (kind == KIND_Q8) packed(std::integral_constant<int32_t, KIND_Q8>());
+    else if (kind == KIND_Q8_MINIMUM) packed(std::integral_constant<int32_t, KIND_Q8_MINIMUM>());
+    else packed(std::integral_constant<int32_t, KIND_Q8_HALVES>());
 }
 
 }  // namespace LEVEL

@@ -145,7 +145,7 @@ static void finish_logits(float* logits, int64_t count, float scale, float cap) 
 // 32 numbers to the nearest of 2 * `most` + 1 steps of their largest. A NaN or an infinity makes the scale NaN, so that it shows
 // in the product.
 template <class T>
-INLINE void round_to(const float* x, float most, T* rounded, float* scale, float* sum, int32_t* excess) {
+INLINE void round_to(const float* x, float most, T* rounded, float* scale, float* sum, int32_t* excess, int32_t* first_excess) {
     vf largest = splat(0.0f), poison = splat(0.0f);
     for (int i = 0; i < GROUP; i += W) {
         vf v = load(x + i);
@@ -155,24 +155,25 @@ INLINE void round_to(const float* x, float most, T* rounded, float* scale, float
     if (any_nan(poison)) {
         memset(rounded, 0, GROUP * sizeof(T));
         *scale = *sum = __builtin_nanf("");
-        *excess = 0;
+        *excess = *first_excess = 0;
         return;
     }
     const float peak = largest_lane(largest);
     // Below 1e-34 the quotient would overflow; such a group is zero for all purposes.
     const float inverse = peak > 1e-34f ? most / peak : 0.0f, step = peak > 1e-34f ? peak / most : 0.0f;
-    vi total = splat(0);
+    vi total[2] = {splat(0), splat(0)};  // of the first 16 columns, and of the others
     for (int i = 0; i < GROUP; i += W) {
         // Nearest, ties to even: the sum's last bit is worth one.
         vi whole = bits(load(x + i) * splat(inverse) + splat(12582912.0f)) - splat(0x4b400000);
-        total += whole;
+        total[i / 16] += whole;
         if constexpr (sizeof(T) == 2 && PAIRED) whole = swap_middle(whole);
         typedef T narrow __attribute__((vector_size(W * sizeof(T)), may_alias));
         narrow v = __builtin_convertvector(whole, narrow);
         memcpy(rounded + i, &v, sizeof v);
     }
-    const int32_t count = reduce_add(total);
+    const int32_t first = reduce_add(total[0]), count = first + reduce_add(total[1]);
     *excess = -128 * count;
+    *first_excess = -128 * first;
     *scale = step;
     *sum = step * (float)count;
 }
@@ -188,8 +189,11 @@ static void round_row(Rounding rounding, const float* x, int64_t columns, int64_
             group = filled;
         }
         if (to.floats) memcpy(to.floats + at * GROUP, group, GROUP * 4);
-        if (rounding == ROUND_16) round_to(group, 32767.0f, (int16_t*)to.rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + at);
-        else if (rounding == ROUND_8) round_to(group, 127.0f, (int8_t*)to.rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + at);
+        const auto round = [&](float most, auto* rounded) {
+            round_to(group, most, rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + at, to.first_excess + at);
+        };
+        if (rounding == ROUND_16) round(32767.0f, (int16_t*)to.rounded);
+        else if (rounding == ROUND_8) round(127.0f, (int8_t*)to.rounded);
     }
 }
 
@@ -204,7 +208,7 @@ static void embed_row(int32_t kind, const uint8_t* panel, int lane, int64_t colu
             memcpy(narrow, panel + 2 * (i * PANEL + lane), 2);
             value = kind == KIND_F16 ? load(narrow)[0] : load_bf16(narrow)[0];
         } else {
-            const uint8_t* g = panel + group * (kind == KIND_Q4 ? Q4_GROUP_BYTES : Q8_GROUP_BYTES);
+            const uint8_t* g = panel + group * group_bytes(kind);
             uint16_t d[W] = {}, m[W] = {};
             if (kind == KIND_Q4) {
                 uint8_t both = g[k / 4 * 32 + lane % 8 * 4 + k % 4];
@@ -212,8 +216,9 @@ static void embed_row(int32_t kind, const uint8_t* panel, int lane, int64_t colu
                 memcpy(m, g + 288 + 2 * lane, 2);
                 value = load(d)[0] * (float)(lane < 8 ? both & 15 : both >> 4) + load(m)[0];
             } else {
-                memcpy(d, g + 512 + 2 * lane, 2);
-                value = load(d)[0] * (float)((int)g[k / 4 * 64 + lane * 4 + k % 4] - 128);
+                memcpy(d, g + 512 + (kind == KIND_Q8_HALVES ? k / 16 * 32 : 0) + 2 * lane, 2);
+                if (kind == KIND_Q8_MINIMUM) memcpy(m, g + 544 + 2 * lane, 2);
+                value = load(d)[0] * (float)((int)g[k / 4 * 64 + lane * 4 + k % 4] - 128) + load(m)[0];
             }
         }
         out[i] = value * scale;

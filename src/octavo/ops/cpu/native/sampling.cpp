@@ -151,6 +151,8 @@ void draw_rows(OctavoEngine& engine, const OctavoDraw& d, int32_t* tokens) {
         if (random) {
             const float cut = d.modes[r] & 2 ? threshold(row, settings, *largest) : MINUS_INFINITY;
             tokens[r] = (int32_t)draw(row, d.keys + 2 * r, cut, *largest);
+            if (d.modes[r] & 4)
+                for (int64_t i = 0; i < d.vocab; i++) logits[i] = row.x[i] >= cut ? row.x[i] : MINUS_INFINITY;
         } else {
             const int64_t group = largest - row.maxima;
             tokens[r] = (int32_t)(std::find(row.x + group * DRAW_GROUP, row.x + row.end_of(group), *largest) - row.x);
@@ -158,4 +160,6 @@ void draw_rows(OctavoEngine& engine, const OctavoDraw& d, int32_t* tokens) {
     });
 }
 
-void octavo_draw(OctavoEngine* engine, const OctavoDraw* draw, int32_t* tokens) { draw_rows(*engine, *draw, tokens); }
+int32_t octavo_draw(OctavoEngine* engine, const OctavoDraw* draw, int32_t* tokens) {
+    return unless_out_of_memory([&] { draw_rows(*engine, *draw, tokens); });
+}

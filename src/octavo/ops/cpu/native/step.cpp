@@ -1,9 +1,20 @@
-// A whole step from the slot tables to the sampled tokens in their places, in one call.
+// A whole step from the slot tables to the sampled tokens in their places, in one call; or as far as the logits.
+#include <cstring>
+
 #include "engine.h"
 
-void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoSlots* slots, const OctavoPlan* plan,
-                 int32_t* tokens) {
-    OctavoEngine& e = *engine;
+namespace {
+
+// The rows that are sampled, and where their tokens go.
+struct Sampled {
+    const int32_t *slots, *ends;
+    int32_t rows;
+    float* logits;  // [rows, vocab]
+};
+
+// all_hidden: [tokens, hidden] where the hidden states of all tokens go; null: only the sampled rows' are computed to the end.
+Sampled run_to_logits(OctavoEngine& e, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoSlots* slots, const OctavoPlan* plan,
+                      float* all_hidden) {
     for (int32_t i = 0; i < plan->num_diffs; i++)
         slots->blocks[plan->table_slots[i] * slots->blocks_stride + plan->table_index[i]] = plan->table_blocks[i];
 
@@ -41,19 +52,34 @@ void octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const Octav
     step.sliding_tables = second ? slots->blocks + second : nullptr;
     step.row_slots = plan->slots;
     step.table_stride = slots->blocks_stride;
-    step.wanted = wanted;
+    step.wanted = all_hidden ? nullptr : wanted;
     step.num_tokens = plan->num_tokens;
     step.num_rows = plan->num_rows;
     step.num_wanted = sampled;
     float* hidden = e.final.get((int64_t)sampled * decoder->hidden);
-    octavo_forward(engine, decoder, caches, &step, hidden);
-    if (!sampled) return;
-
+    forward(e, *decoder, caches, step, all_hidden ? all_hidden : hidden);
+    for (int32_t i = 0; all_hidden && i < sampled; i++)
+        memcpy(hidden + (int64_t)i * decoder->hidden, all_hidden + (int64_t)wanted[i] * decoder->hidden, (size_t)decoder->hidden * 4);
     float* logits = e.logits.get((int64_t)sampled * decoder->vocab);
-    octavo_logits(engine, decoder, hidden, sampled, logits);
-    const OctavoDraw draw = {logits, decoder->vocab, decoder->vocab, wanted_slots, plan->modes, plan->keys, slots->numbers, slots->numbers_stride,
-                             plan->masks, plan->mask_rows, sampled, plan->mask_words};
-    draw_rows(e, draw, tokens);
-    for (int32_t i = 0; i < sampled; i++)
-        slots->tokens[wanted_slots[i] * slots->tokens_stride + ends[i]] = tokens[i] < 0 ? 0 : tokens[i];
+    if (sampled) make_logits(e, *decoder, hidden, sampled, logits);
+    return {wanted_slots, ends, sampled, logits};
+}
+
+}  // namespace
+
+int32_t octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoSlots* slots, const OctavoPlan* plan,
+                    int32_t* tokens) {
+    return unless_out_of_memory([&] {
+        const Sampled s = run_to_logits(*engine, decoder, caches, slots, plan, nullptr);
+        if (!s.rows) return;
+        const OctavoDraw draw = {s.logits, decoder->vocab, decoder->vocab, s.slots, plan->modes, plan->keys, slots->numbers, slots->numbers_stride,
+                                 plan->masks, plan->mask_rows, s.rows, plan->mask_words};
+        draw_rows(*engine, draw, tokens);
+        for (int32_t i = 0; i < s.rows; i++) slots->tokens[s.slots[i] * slots->tokens_stride + s.ends[i]] = tokens[i] < 0 ? 0 : tokens[i];
+    });
+}
+
+int32_t octavo_step_logits(OctavoEngine* engine, const OctavoDecoder* decoder, const OctavoCache* caches, const OctavoSlots* slots,
+                           const OctavoPlan* plan, float* hidden, float** logits) {
+    return unless_out_of_memory([&] { *logits = run_to_logits(*engine, decoder, caches, slots, plan, hidden).logits; });
 }
