@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
-from octavo.core.reasoning import Marker, Phase, Reasoning, allow, marker_of
+from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
 from octavo.core.restriction import Restriction
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
@@ -116,6 +116,8 @@ class Constraint:
             case Phase.REASONING:
                 words[:] = -1
                 self._reasoning.forbid_overruns(words)
+                if self._spec.must_answer:
+                    forbid(words, self._eos)
                 return None
             case Phase.UNDECIDED:
                 words[:] = 0

@@ -56,6 +56,8 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
     """Milliseconds that compiling it takes, where that is more than a few."""
     reasoning_budget: int | None = None
     """Most tokens of reasoning."""
+    must_answer: bool = False
+    """The sequence may not end within its reasoning: what the grammar promises comes behind it."""
     field: str = "structured_outputs"
     """The request's field that the grammar comes from, for errors."""
     reasoning_start: str = ""
