@@ -53,7 +53,7 @@ def test_every_spelling_reaches_the_engine(server: RunningServer, path: str, bod
 
 
 def test_plain_text_is_not_constrained(server: RunningServer) -> None:
-    for extra in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": None}):
+    for extra in ({}, {"response_format": {"type": "text"}}, {"structured_outputs": None}):
         assert server.post(CHAT, {**HI, **extra}).status_code == 200
         assert server.fake.seen[-1].sampling.constraint is None
 
@@ -78,6 +78,10 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
             "$.$defs.q",
         ),
         ({"guided_json": {"$ref": "#/$defs/missing"}}, "guided_json", "missing"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of json"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs", "exactly one of json"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "exactly one of json"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "no field 'regexp'"),
         ({"guided_json": "{"}, "guided_json", "JSON"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "object"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed"),
