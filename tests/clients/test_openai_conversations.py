@@ -81,6 +81,11 @@ def test_what_cannot_be(client: openai.OpenAI) -> None:
         client.responses.create(model="tiny", input="hi", conversation=5)  # type: ignore[arg-type]
     with pytest.raises(openai.BadRequestError, match=r"items\[0\]"):
         client.conversations.items.create(conversation.id, items=[{"role": "nobody", "content": "x"}])  # type: ignore[typeddict-item]
+    for text in ("x", {"role": "user", "content": "x"}):
+        with pytest.raises(openai.BadRequestError, match="list of items"):
+            client.conversations.items.create(conversation.id, items=text)  # type: ignore[arg-type]
+        with pytest.raises(openai.BadRequestError, match="list of items"):
+            client.conversations.create(items=text)  # type: ignore[arg-type]
     # One kind is not the other.
     for wrong in (lambda: client.responses.retrieve(conversation.id), lambda: client.conversations.retrieve(response.id)):
         with pytest.raises(openai.NotFoundError):
@@ -126,3 +131,20 @@ def test_a_background_response_adds_to_its_conversation_when_it_is_done(client: 
     made = client.responses.create(model="tiny", input="hi", background=True, conversation=conversation.id)
     assert wait_until(lambda: client.responses.retrieve(made.id).status == "completed")
     assert len(list(client.conversations.items.list(conversation.id))) == 2
+
+
+def test_one_that_is_deleted_while_a_response_goes_on_with_it(client: openai.OpenAI, server: RunningServer) -> None:
+    """The response is finished; there is nothing that it could be added to."""
+    server.script("later", [40] * 30, delay=0.02)
+    conversation = client.conversations.create()
+    with client.responses.create(model="tiny", input="later", conversation=conversation.id, max_output_tokens=30, stream=True) as events:
+        next(iter(events))
+        client.conversations.delete(conversation.id)
+        last = list(events)[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.conversation is not None and last.response.conversation.id == conversation.id
+    assert client.responses.retrieve(last.response.id).status == last.response.status
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="tiny", input="hi", conversation=conversation.id)

@@ -233,6 +233,27 @@ def test_lists_that_leave_nothing_later_end_their_request_alone(llm: LLM, params
     assert outputs[0].outputs[0].text in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    ("bad", "choices", "text"),
+    [
+        (["no", "yes"], ["yes", "yeti"], "yeti"),  # in whichever tokens
+        (["et"], ["yeti", "yes"], "yes"),  # a way that leads nowhere is not begun
+        (["es"], ["yes"], None),
+        (["ye"], ["yes", "no"], "no"),
+        (["yeti", "yes", "no"], ["yes", "no", "yet"], "yet"),
+    ],
+)
+@pytest.mark.parametrize("slow", [False, True])
+def test_words_are_left_out_of_what_a_grammar_allows(
+    llm: LLM, bad: list[str], choices: list[str], text: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow:
+        monkeypatch.setattr("octavo.core.constraint.SLOW_SECONDS", -1.0)
+    params = SamplingParams(max_tokens=9, bad_words=bad, structured_outputs=StructuredOutputsParams(choice=choices))
+    output = llm.generate("x", params)[0].outputs[0]
+    assert (output.text or None, output.error is None) == (text, text is not None)
+
+
 def test_lists_that_leave_nothing_without_a_grammar(tmp_path: Path) -> None:
     """A real sampler, which finds nothing to sample: the request is to blame, not the engine."""
     with LLM(str(write_tiny_checkpoint(tmp_path / "model")), load_format="dummy", device="cpu", dtype="float32") as llm:

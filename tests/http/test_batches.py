@@ -209,10 +209,33 @@ def test_cancel(server: RunningServer) -> None:
     done = finished(server, batch)
     assert done["status"] == "cancelled"
     assert set(rows(server, done["output_file_id"])) == {"quick"}
+    # Every line is in one of the files.
+    bad = rows(server, done["error_file_id"])
+    assert set(bad) == {f"slow{i}" for i in range(3)}
+    assert {row["error"]["code"] for row in bad.values()} == {"batch_cancelled"}
+    assert done["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
     assert wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.post(f"/v1/batches/{batch['id']}/cancel").json()["status"] == "cancelled"
     completed = finished(server, create(server, line("a")))
     assert server.post(f"/v1/batches/{completed['id']}/cancel").status_code == 400
+
+
+def test_a_batch_that_is_cancelled_before_its_turn(server: RunningServer) -> None:
+    server.script("forever", token_ids("z") * 400, delay=0.02)
+    first = create(server, line("slow", "forever", max_tokens=400))
+    second = create(server, "\n".join(line(f"b{i}") for i in range(5)))
+    assert server.post(f"/v1/batches/{second['id']}/cancel").status_code == 200
+    server.post(f"/v1/batches/{first['id']}/cancel")
+    done = finished(server, second)
+    assert (done["status"], done["request_counts"]) == ("cancelled", {"total": 5, "completed": 0, "failed": 5})
+    assert set(rows(server, done["error_file_id"])) == {f"b{i}" for i in range(5)}
+    assert finished(server, first)["status"] == "cancelled"
+
+
+def test_an_empty_file_is_refused(server: RunningServer) -> None:
+    reply = server.http.post("/v1/files", files={"file": ("a.jsonl", b"")}, data={"purpose": "batch"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "file")
+    assert "empty" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

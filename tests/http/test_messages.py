@@ -162,6 +162,8 @@ def test_count_tokens(server: RunningServer) -> None:
         ({"thinking": {"type": "enabled"}}, "budget_tokens"),
         ({"thinking": {"type": "deep"}}, "thinking"),
         ({"temperature": -1}, "temperature"),
+        ({"mcp_servers": "x"}, "mcp_servers"),
+        ({"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config"),
     ],
 )

@@ -28,6 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Its template begins the reasoning if it is told to; then the model thinks mmmm and says no."""
     folder = tmp_path_factory.mktemp("thinking")
     rules = [{"prompt_contains_ids": token_ids("free"), "tokens": token_ids(f"<think>{THOUGHT}no")}]
+    rules += [{"prompt_contains_ids": token_ids("early"), "tokens": token_ids("mm")}]
     (folder / "template.jinja").write_text(OPENS)
     args = scripted_args(folder, default=f"{THOUGHT}no", rules=rules, chat_template=str(folder / "template.jinja"))
     with server_process(folder, dataclasses.asdict(args), reasoning_parser="think") as process:
@@ -35,10 +36,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield process
 
 
-def message(served: ServerProcess, *, stream: bool, free: bool = False, **extra: Any) -> dict[str, Any]:
+def message(served: ServerProcess, *, stream: bool, free: bool = False, says: str = "hi", **extra: Any) -> dict[str, Any]:
     """What comes of one chat: reasoning, content, and the arguments of calls."""
     body = {
-        "messages": [{"role": "user", "content": "free" if free else "hi"}],
+        "messages": [{"role": "user", "content": "free" if free else says}],
         "max_tokens": 60,
         "chat_template_kwargs": {} if free else {"opening": "<think>\n"},
         "stream": stream,
@@ -96,3 +97,42 @@ def test_a_budget_is_held_by_the_other_protocols(served: ServerProcess) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "thinking": thinking, **shared}
     reply = served.http.post("/v1/messages", json=body).json()
     assert reply["content"][0]["thinking"] == "mm"
+
+
+def ended_early(served: ServerProcess, *, stream: bool, **extra: Any) -> tuple[dict[str, Any], str]:
+    """The message, as the official client puts it together, and the finish reason of a reply whose model ends its turn in its reasoning."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=str(served.http.base_url.join("/v1")), api_key="-")
+    asked: dict[str, Any] = {"model": "", "messages": [{"role": "user", "content": "early"}], "max_tokens": 40, **extra}
+    body = {"chat_template_kwargs": {"opening": "<think>\n"}, **asked.pop("extra_body", {})}
+    if stream:
+        with client.chat.completions.stream(**asked, extra_body=body) as events:
+            choice: Any = events.until_done().get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**asked, extra_body=body).choices[0]
+    return choice.message.model_dump(), choice.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_ends_in_its_reasoning_has_an_empty_content(served: ServerProcess, stream: bool) -> None:
+    said, finish = ended_early(served, stream=stream)
+    assert (said["reasoning"], said["content"], finish) == ("mm", "", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("extra", [{"response_format": FORM}, {"tools": [TOOL], "tool_choice": "required"}], ids=["form", "call"])
+def test_what_must_have_a_form_does_not_end_before_it(served: ServerProcess, stream: bool, extra: dict[str, Any]) -> None:
+    """finish_reason stop means that the promise was kept; without a budget only max_tokens can cut it."""
+    reply = served.http.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "user", "content": "early"}],
+            "max_tokens": 40,
+            "chat_template_kwargs": {"opening": "<think>\n"},
+            **extra,
+        },
+    ).json()["choices"][0]
+    assert reply["finish_reason"] == "length"
+    found = message(served, stream=stream, says="early", thinking_token_budget=5, **extra)
+    assert found["reasoning"].startswith("mm") and json.loads(found["content"] or found["arguments"]) == {"a": 1}

@@ -264,6 +264,7 @@ def test_tools_reach_the_template(server: RunningServer) -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tool_calls": -1}, "max_tool_calls"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"truncation": "some"}, "truncation"),
         ({"background": True, "store": False}, "background"),

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
-from octavo.core.reasoning import Marker, Phase, Reasoning, allow, marker_of
-from octavo.core.restriction import Restriction
+from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
+from octavo.core.restriction import Restriction, Spellings, drop_dead_ends
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
@@ -55,6 +55,8 @@ class Constraint:
         self.restriction = restriction
         self.later: Future[Words] | None = None
         """The mask of what comes next, when it is computed beside the steps (see `mask_turns`)."""
+        self.narrowed = False
+        """`later` is a mask that the lists have been applied to."""
         self._debt = 0.0
         """Seconds that its masks have taken, those before the last counted less and less."""
         self._late: list[int] = []
@@ -72,6 +74,8 @@ class Constraint:
         Raises:
             GrammarError: the grammar does not allow it, or became too complex.
         """
+        if self.restriction is not None:
+            self.restriction.accept(token)
         before = self._reasoning.phase
         if before is not Phase.ANSWER:
             self._reasoning.accept(token)
@@ -116,6 +120,8 @@ class Constraint:
             case Phase.REASONING:
                 words[:] = -1
                 self._reasoning.forbid_overruns(words)
+                if self._spec.must_answer:
+                    forbid(words, self._eos)
                 return None
             case Phase.UNDECIDED:
                 words[:] = 0
@@ -152,6 +158,17 @@ class Constraint:
         seconds = time.perf_counter() - begun
         self._debt = DECAY * self._debt + seconds
         return seconds
+
+    def narrow(self, words: Words) -> None:
+        """Take what the lists of the request forbid out of the mask that comes next, and what leads nowhere for them."""
+        if self.restriction is None or self.narrowed:
+            self.narrowed = False
+            return
+        begun = time.perf_counter()
+        self.restriction.narrow(words)
+        if self.matcher is not None and self.follows_grammar:
+            drop_dead_ends(words, self.matcher, self.restriction, self._eos)
+            self._debt += time.perf_counter() - begun
 
     def problem(self) -> str:
         """Why the last mask is of no use; "" if it is."""
@@ -190,10 +207,11 @@ class _Parked:
     grammar: Future[Any] | None
     start: Future[Marker] | None
     end: Future[Marker] | None
+    spellings: Future[Spellings] | None
 
     @property
     def futures(self) -> list[Future[Any]]:
-        return [future for future in (self.grammar, self.start, self.end) if future is not None]
+        return [future for future in (self.grammar, self.start, self.end, self.spellings) if future is not None]
 
 
 class Constraints:
@@ -204,10 +222,12 @@ class Constraints:
         self.turns = MaskTurns(self._compiler)
         self._parked: list[_Parked] = []
         self._markers: dict[str, Future[Marker]] = {}
+        self._spellings: Future[Spellings] | None = None
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         self._compiler.set_vocabulary(vocabulary)
         self._markers.clear()
+        self._spellings = None
 
     @property
     def num_parked(self) -> int:
@@ -230,7 +250,10 @@ class Constraints:
         if not self._compiler.num_words:
             raise GrammarError("The engine was sent no vocabulary, which constrained output needs.")
         grammar = self._compiler.compile(spec.grammar, spec.cost) if spec.grammar else None
-        self._parked.append(_Parked(siblings, grammar, self._marker(spec.reasoning_start), self._marker(spec.reasoning_end)))
+        spellings = None
+        if siblings[0].sampling.bad_words_token_ids:
+            spellings = self._spellings = self._spellings or self._compiler.in_background(Spellings, self._compiler.tokens)
+        self._parked.append(_Parked(siblings, grammar, self._marker(spec.reasoning_start), self._marker(spec.reasoning_end), spellings))
 
     def _marker(self, text: str) -> Future[Marker] | None:
         """The tokens of a marker; looked for once."""
@@ -266,13 +289,14 @@ class Constraints:
     def _equip(self, parked: _Parked) -> str:
         try:
             start, end = (None if marker is None else marker.result() for marker in (parked.start, parked.end))
+            spellings = None if parked.spellings is None else parked.spellings.result()
             for request in parked.siblings:
                 spec = request.sampling.constraint
                 assert spec is not None
                 matcher = None if parked.grammar is None else self._compiler.matcher(parked.grammar)
                 reasoning = Reasoning(spec, self._compiler.tokens, start, end)
                 eos = self._compiler.eos_token_ids or request.eos_token_ids
-                restriction = Restriction.of(request.sampling, self._compiler.num_words)
+                restriction = Restriction.of(request.sampling, self._compiler.num_words, spellings)
                 request.constraint = Constraint(spec, matcher, eos, reasoning, restriction)
                 for token in request.tokens[request.num_prompt :]:  # those that an engine before this one had sent
                     request.constraint.accept(token)
@@ -304,7 +328,7 @@ class Constraints:
             assert constraint is not None
             problem = constraint.problem()
             if not problem and constraint.restriction is not None:
-                constraint.restriction.narrow(words[row], request.tokens[request.num_prompt :])
+                constraint.narrow(words[row])
                 problem = "" if words[row].any() else constraint.nothing_left()
             if problem:
                 problems[row] = problem

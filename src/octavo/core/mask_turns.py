@@ -108,6 +108,9 @@ class MaskTurns:
 def _mask(constraint: Constraint, num_words: int) -> Words:
     words: Words = np.zeros(num_words, np.int32)
     constraint.fill(words)
+    if not constraint.problem():
+        constraint.narrow(words)  # which computes masks too
+        constraint.narrowed = constraint.restriction is not None
     return words
 
 

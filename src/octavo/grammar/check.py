@@ -16,7 +16,7 @@ from octavo.errors import InvalidRequest
 from octavo.grammar.compiler import engine_tokenizer
 from octavo.grammar.effort import FULL, Effort, NeedsMore, cheap_schema
 from octavo.grammar.json_schema import Path, failing_path, pointer
-from octavo.grammar.lark import json_options
+from octavo.grammar.lark import in_any_tokens, json_options
 from octavo.grammar.reach import emptiness, first_tokens, other_than_blanks
 from octavo.grammar.source import grammar_source, json_source, parsed_schema
 from octavo.protocol.engine import Vocabulary
@@ -48,7 +48,8 @@ class Checker:
         """What there is to know of `wish`.
 
         Args:
-            first: also which tokens it may begin with.
+            first: also which tokens it may begin with; and its texts may be written in any tokens that spell them, not only in those that a
+                tokenizer would choose.
 
         Raises:
             InvalidRequest: it cannot be used; for a schema the message has the path.
@@ -59,6 +60,7 @@ class Checker:
         tokens = None
         if self._vocabulary is not None:
             self._check_reach(wish, source, effort)
+            source = in_any_tokens(source) if first else source
             tokens = first_tokens(source, self._tokenizer, self._vocabulary) if first else None
         return Checked(source, tokens)
 

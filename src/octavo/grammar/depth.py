@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.grammar.json_schema import Path, followed, pointer, subschemas, too_large
+from octavo.grammar.json_schema import Path, followed, pointer, subschemas
 from octavo.grammar.rules import parts_of
+from octavo.grammar.size import too_large
 
 MAX_LEVELS = 1000
 """Of a schema: schemas inside one another and references, all of those on one way."""

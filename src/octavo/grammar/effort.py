@@ -1,7 +1,7 @@
 """How much a check of a grammar may cost, and which grammars are known to cost little.
 
 Most are: a schema of some fields takes a millisecond or two, and is checked where it comes in. The engine's fuel does not bound
-everything, though (a `multipleOf` of a million makes a million states), so what is not known to be cheap is checked in a process that can be
+everything, though (see `divisors`), so what is not known to be cheap is checked in a process that can be
 ended; and so is what turns out to need more than a quick check may take, or to be wrong: finding the place takes longer than the check.
 """
 
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.grammar.divisors import Divisor, divisor_of, states
 from octavo.grammar.json_schema import subschemas
 from octavo.grammar.library import llguidance
 from octavo.protocol.params import StructuredOutputsParams
@@ -49,7 +50,7 @@ class Effort:
 
 
 FULL = Effort(False, 1_000_000, 200_000, STEP_ITEMS, 50_000, MAX_GRAMMAR_SIZE)
-"""A second or two to build, a tenth to step; tens of MB. (What takes more for its size: `too_large`.)"""
+"""A second or two to build, a tenth to step; tens of MB. (What takes more for its size: `size`.)"""
 QUICK = Effort(True, 20_000, 20_000, 1_000, 5_000, 10_000)
 """Some milliseconds."""
 
@@ -59,6 +60,8 @@ CHEAP_PROPERTIES = 300
 CHEAP_COUNT = 10_000
 CHEAP_NUMBER = 1e15
 CHEAP_PATTERN = 200
+CHEAP_STATES = 1000
+"""Of all divisors together."""
 CHEAP_RULES = 8192
 """Characters of a grammar besides the schemas in it."""
 _NOTES = frozenset(
@@ -82,7 +85,7 @@ _PLAIN = frozenset(
         "nullable",
     )
 )
-_CHEAP = _NOTES | _COUNTS | _NUMBERS | _PLAIN | {"$ref", "$defs", "definitions", "x-guidance"}
+_CHEAP = _NOTES | _COUNTS | _NUMBERS | _PLAIN | {"$ref", "$defs", "definitions", "x-guidance", "multipleOf"}
 """Keywords that cost little."""
 _COUNTED = re.compile(r"\{\d*,?\d{2,}")
 _OPERATORS = re.compile(r"[&~]|%regex|%lark|\{\d*,?\d{3}")
@@ -116,6 +119,7 @@ def cheap_rules(text: str, schemas: list[Any]) -> bool:
 def cheap_schema(schema: Any) -> bool:
     """The same of a JSON schema."""
     parts = properties = characters = 0
+    divisors: set[Divisor] = set()
     todo = [schema]
     while todo:
         node = todo.pop()
@@ -127,12 +131,15 @@ def cheap_schema(schema: Any) -> bool:
         characters += sum(map(len, node)) + sum(len(str(value)) for value in listed if not isinstance(value, dict | list))
         if isinstance(named, dict):
             characters += sum(map(len, named))
+        if "multipleOf" in node:
+            divisors.add(divisor_of(node["multipleOf"]))
         if (
             not node.keys() <= _CHEAP
             or any(isinstance(value, dict | list) for value in listed)
             or len(_values(node, "allOf")) > 1
             or any(not isinstance(node.get(key, 0), int) or node.get(key, 0) > CHEAP_COUNT for key in _COUNTS)
             or any(not isinstance(node.get(key, 0), int | float) or abs(node.get(key, 0)) > CHEAP_NUMBER for key in _NUMBERS)
+            or states(divisors) > CHEAP_STATES
             or parts > CHEAP_PARTS
             or properties > CHEAP_PROPERTIES
             or characters > CHEAP_CHARS

@@ -42,59 +42,6 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
             yield (key,), schema[key]
 
 
-MAX_PROPERTIES = 2000
-"""Of one object."""
-MAX_OPTIONAL = 480
-"""Of those: the engine keeps four entries for each that may come next, of at most 2,000."""
-MAX_SQUARES = 2 * MAX_PROPERTIES**2
-"""Of the properties of all objects, each squared."""
-MAX_ENUM_CONTAINERS = 10_000
-"""Lists and objects among the values of all `enum` and `const`."""
-MAX_ENUM_CHOICES = 1900
-"""Of one `enum`, outermost: each is an entry of its own."""
-
-
-def too_large(schema: Any) -> tuple[Path, str] | None:
-    """Where a schema has more than the engine compiles in about a second, and what to say; None if nowhere."""
-    containers = squares = 0
-    todo: list[tuple[Path, Any]] = [((), schema)]
-    while todo:
-        path, node = todo.pop()
-        if not isinstance(node, dict):
-            continue
-        properties = node.get("properties")
-        if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-            return path, f"it has {len(properties)} properties; at most {MAX_PROPERTIES} are allowed in one object."
-        optional = len(properties.keys() - set(_names(node.get("required")))) if isinstance(properties, dict) else 0
-        if optional > MAX_OPTIONAL:
-            return (
-                path,
-                f"{optional} of its properties may be left out; at most {MAX_OPTIONAL} can be in one object. Make more of them required.",
-            )
-        if (choices := sum(isinstance(value, dict | list) for value in _listed(node.get("enum")))) > MAX_ENUM_CHOICES:
-            return (*path, "enum"), f"it holds {choices} lists and objects; at most {MAX_ENUM_CHOICES} are allowed."
-        squares += len(properties) ** 2 if isinstance(properties, dict) else 0
-        if squares > MAX_SQUARES:
-            return path, f"this object and those before it have too many properties; two may have {MAX_PROPERTIES}, or 800 a hundred."
-        values = [node[key] for key in ("enum", "const") if key in node]
-        while values:
-            if isinstance(value := values.pop(), dict | list):
-                containers += 1
-                values += value.values() if isinstance(value, dict) else value
-        if containers > MAX_ENUM_CONTAINERS:
-            return path, f"the values of enum and const hold more than {MAX_ENUM_CONTAINERS} lists and objects."
-        todo += [((*path, *step), inner) for step, inner in subschemas(node)]
-    return None
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _names(value: Any) -> list[str]:
-    return [name for name in _listed(value) if isinstance(name, str)]
-
-
 def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any:
     """A copy for the engine.
 
@@ -185,7 +132,7 @@ def endless(schema: Any) -> Path | None:
             return True
         inside = above | {id(node)}
         needed = [*node.get("allOf", ())] if isinstance(node.get("allOf"), list) else []
-        if isinstance(reference := node.get("$ref"), str) and reference.startswith("#"):
+        if isinstance(reference := node.get("$ref"), str) and (reference == "#" or reference.startswith("#/")):
             needed.append(_target(schema, reference))
         names, properties = node.get("required"), node.get("properties")
         if node.get("type") == "object" and isinstance(names, list) and isinstance(properties, dict):

@@ -57,3 +57,18 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
 def choices(texts: Sequence[str]) -> str:
     """A grammar of exactly these texts. One terminal, not a rule: the parser would follow each of them by itself, two thousand at most."""
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def in_any_tokens(source: str) -> str:
+    """A grammar, as the engine takes it, whose texts may come in all tokens that spell them. By itself the engine allows only those that the
+    tokenizer would choose, where a text leaves no choice: lists that forbid one of these would leave nothing."""
+    option = '%llguidance {"no_forcing": true}\n'
+    if not source.lstrip().startswith("{"):
+        return option + source
+    document = json.loads(source)
+    for grammar in document.get("grammars", ()):
+        if grammar.get("lark_grammar") is not None:
+            grammar["lark_grammar"] = option + grammar["lark_grammar"]
+        elif grammar.get("json_schema") is not None:
+            grammar["lark_grammar"], grammar["json_schema"] = f"{option}start: %json {json.dumps(grammar['json_schema'])}", None
+    return json.dumps(document)

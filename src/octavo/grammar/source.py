@@ -13,10 +13,11 @@ from typing import Any
 from octavo.errors import InvalidRequest
 from octavo.grammar.depth import depth_problem, too_deep
 from octavo.grammar.effort import FULL, MAX_GRAMMAR_SIZE, Effort, NeedsMore, cheap_rules
-from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared, too_large
+from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance, one_line
 from octavo.grammar.rules import in_gbnf, never_ends, parts_of
+from octavo.grammar.size import too_large
 from octavo.grammar.stack import on_deep_stack
 from octavo.grammar.structural_tag import structural_tag_grammar
 from octavo.protocol.params import StructuredOutputsParams

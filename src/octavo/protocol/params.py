@@ -20,6 +20,8 @@ GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy decoding."""
 MIN_TEMPERATURE = 1e-2
 """Smaller (non-greedy) temperatures are raised to this: dividing by less overflows half precision."""
+MAX_TEMPERATURE = 1e30
+"""Larger ones are lowered to this: every token is as likely as any other long before, and beyond lies infinity in single precision."""
 MAX_REPETITION_PENALTY = 1e30
 """Penalties are moved into [1 / this, this]: logits divided or multiplied by more overflow single precision."""
 MAX_INT32 = 2**31 - 1
@@ -56,6 +58,8 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
     """Milliseconds that compiling it takes, where that is more than a few."""
     reasoning_budget: int | None = None
     """Most tokens of reasoning."""
+    must_answer: bool = False
+    """The sequence may not end within its reasoning: what the grammar promises comes behind it."""
     field: str = "structured_outputs"
     """The request's field that the grammar comes from, for errors."""
     reasoning_start: str = ""
@@ -200,6 +204,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=False):
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
+        self.temperature = min(self.temperature, MAX_TEMPERATURE)
         self.top_k = min(self.top_k, MAX_INT32)
         if self.stream_interval is not None:
             self.stream_interval = min(self.stream_interval, MAX_INT32)
@@ -310,6 +315,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
             raise InvalidRequest(f"max_tokens must be at least 1, got {self.max_tokens}.", param="max_tokens")
         if _number("temperature", self.temperature) < 0.0:
             raise InvalidRequest(f"temperature must be non-negative, got {self.temperature}.", param="temperature")
+        self.temperature = min(self.temperature, MAX_TEMPERATURE)
         if abs(_number("length_penalty", self.length_penalty)) > MAX_LENGTH_PENALTY:
             allowed = f"[-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
             raise InvalidRequest(f"length_penalty must be in {allowed}, got {self.length_penalty}.", param="length_penalty")

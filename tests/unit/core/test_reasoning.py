@@ -159,6 +159,17 @@ def test_an_answer_that_begins_like_the_marker() -> None:
         assert allowed(thinks) == {1, LESS_T}, "the grammar has not been begun"
 
 
+def test_a_reply_that_must_answer_does_not_end_in_its_reasoning() -> None:
+    with compiler() as made:
+        compiled = made.compile('start: "yes"')
+        for must in (False, True):
+            spec = OutputConstraint(grammar="g", reasoning_end="</think>", must_answer=must)
+            reasoning = Reasoning(spec, WORDS, None, marker_of("</think>", WORDS))
+            constraint = Constraint(spec, made.matcher(compiled), [0, 8], reasoning)
+            assert ({0, 8} & allowed(constraint) == set()) == must
+            assert 9 in allowed(constraint)
+
+
 def test_a_grammar_and_a_budget() -> None:
     with compiler() as made:
         constraint = constraint_of(opened=True, budget=2, grammar='start: "yes"', compiler=made)

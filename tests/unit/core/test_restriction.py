@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.restriction import Restriction
+from octavo.core.restriction import Restriction, Spellings
 from octavo.protocol.engine import FinishReason, Vocabulary
 from octavo.protocol.params import OutputConstraint, SamplingParams
 from tests.support.core_engine import EOS, Engine
@@ -32,9 +32,37 @@ def test_what_is_left(allowed: list[int] | None, bad: list[list[int]], outputs: 
         assert not bad
         return
     words = np.packbits(np.isin(np.arange(SIZE), list(mask)), bitorder="little").view(np.int32).copy()
-    restriction.narrow(words, outputs)
+    for token in outputs:
+        restriction.accept(token)
+    restriction.narrow(words)
     banned = {word[-1] for word in bad if len(word) == 1 or outputs[-(len(word) - 1) :] == word[:-1]}
     assert bits(words) == (mask if allowed is None else mask & set(allowed)) - banned
+
+
+TEXTS = [b"", b"a", b"b", b"aa", b"ab", b"ba", b"bb", b"aab", b" a", b"ab", b"abab"]
+
+
+@given(
+    bad=st.lists(st.lists(st.integers(1, len(TEXTS) - 1), min_size=1, max_size=3), min_size=1, max_size=4),
+    outputs=st.lists(st.integers(0, len(TEXTS) - 1), max_size=7),
+)
+def test_words_are_found_in_whichever_tokens_they_are_written(bad: list[list[int]], outputs: list[int]) -> None:
+    restriction = Restriction.of(SamplingParams(bad_words_token_ids=bad), SIZE // 32, Spellings(TEXTS))
+    assert restriction is not None
+    for at, token in enumerate(outputs):
+        if at == 2:
+            restriction = restriction.fork()
+        restriction.accept(token)
+    words = np.full(SIZE // 32, -1, np.int32)
+    restriction.narrow(words)
+    told = {b"".join(TEXTS[token] for token in ids) for ids in bad}
+
+    def completes(token: int) -> bool:
+        """Some of the last tokens and this one, all of them with a text, are a bad word."""
+        last = next((at + 1 for at in range(len(outputs) - 1, -1, -1) if not TEXTS[outputs[at]]), 0)
+        return any(b"".join(TEXTS[t] for t in [*outputs[at:], token]) in told for at in range(last, len(outputs) + 1))
+
+    assert bits(words) == {token for token in range(SIZE) if not (0 < token < len(TEXTS) and completes(token))}
 
 
 VOCABULARY = Vocabulary([b""] * 2 + [bytes([ord("a") + i]) for i in range(26)] + [b""] * 36, [EOS], [EOS])

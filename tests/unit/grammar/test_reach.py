@@ -6,12 +6,14 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.structured import GrammarDoor
+from octavo.grammar.check import Checker
 from octavo.grammar.compiler import engine_tokenizer
-from octavo.grammar.reach import emptiness
+from octavo.grammar.reach import emptiness, first_tokens
 from octavo.grammar.source import grammar_source
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import StructuredOutputsParams
@@ -73,3 +75,38 @@ def test_the_check_takes_no_time_worth_speaking_of() -> None:
     begin = time.perf_counter()
     door.check(wish)
     assert time.perf_counter() - begin < 0.5  # some 10 ms on a machine with nothing else to do
+
+
+@pytest.mark.parametrize(
+    ("wish", "usual", "any_tokens"),
+    [
+        ({"regex": "yes"}, {b"yes"}, {b"y", b"ye", b"yes"}),
+        ({"choice": ["yes"]}, {b"yes"}, {b"y", b"ye", b"yes"}),
+        ({"json": {"const": "yes"}}, {b'"'}, {b'"', b'"y'}),
+        ({"grammar": 'root ::= "yes"'}, {b"yes"}, {b"y", b"ye", b"yes"}),
+        ({"grammar": '%llguidance {}\nstart: "yes"'}, {b"yes"}, {b"y", b"ye", b"yes"}),
+    ],
+)
+def test_texts_in_any_tokens(tokenizers_json: str, wish: dict[str, Any], usual: set[bytes], any_tokens: set[bytes]) -> None:
+    """Where lists forbid tokens, a text may be written in those that its tokenizer would not choose."""
+    tokens = [b"y", b"e", b"s", b'"', b"ye", b"yes", b'"y', b"<eos>"]
+    checker = Checker(Vocabulary(tokens, [7], [7], tokenizers_json))
+
+    def begins(*, first: bool) -> set[bytes]:
+        source = checker.check(StructuredOutputsParams(**wish), first=first).source
+        found = np.frombuffer(first_tokens(source, checker._tokenizer, checker._vocabulary), np.uint8)  # type: ignore[arg-type]
+        return {tokens[i] for i in np.flatnonzero(np.unpackbits(found, bitorder="little"))}
+
+    assert begins(first=True) == any_tokens
+    assert begins(first=False) == usual
+
+
+@pytest.fixture(scope="module")
+def tokenizers_json() -> str:
+    import tokenizers
+    from tokenizers import models
+
+    vocab = {"y": 0, "e": 1, "s": 2, '"': 3, "ye": 4, "yes": 5, '"y': 6, "<eos>": 7}
+    made = tokenizers.Tokenizer(models.BPE(vocab, [("y", "e"), ("ye", "s"), ('"', "y")]))
+    made.add_special_tokens(["<eos>"])
+    return str(made.to_str())

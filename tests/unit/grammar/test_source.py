@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest
+from octavo.grammar.divisors import too_many_states
+from octavo.grammar.effort import cheap
 from octavo.grammar.json_schema import malformed, pointer, prepared
 from octavo.grammar.source import check_lenient, grammar_source
 from octavo.protocol.params import StructuredOutputsParams
@@ -40,6 +42,53 @@ def refusal(**wish: Any) -> str:
 )
 def test_a_schema_is_refused_where_it_is_wrong(schema: Any, place: str) -> None:
     assert f"at {place}" in refusal(json=schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"type": "integer", "multipleOf": 1_000_003}}}, "$.properties.a: its multipleOf has"),
+        ({"items": {"type": "number", "multipleOf": 99999.99}}, "$.items: its multipleOf"),
+        ({"type": "integer", "multipleOf": 999_910}, "$: its multipleOf"),
+        ({"type": "integer", "multipleOf": 2**24}, "$: its multipleOf"),
+        ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 1009}]}, "$.allOf[1]: its 2 different multipleOf"),
+        ({"anyOf": [{"type": "integer", "multipleOf": 99_991}, {"type": "number", "multipleOf": 99_989}]}, "$.anyOf[1]: its 2"),
+        (
+            {
+                "allOf": [{"properties": {"a": {"multipleOf": 997}}}, {"properties": {"a": {"$ref": "#/$defs/b"}}}],
+                "$defs": {"b": {"multipleOf": 1009}},
+            },
+            "$.allOf[1].properties.a: its 2",
+        ),
+        ({"properties": {f"a{i}": {"type": "integer", "multipleOf": 99_900 + 2 * i + 1} for i in range(20)}}, "$.properties.a"),
+    ],
+)
+def test_divisors_that_take_long_are_refused_at_once(schema: Any, place: str) -> None:
+    """Each takes 5 seconds to a minute to compile."""
+    begun = time.process_time()
+    assert f"at {place}" in refusal(json=schema)
+    assert time.process_time() - begun < 0.5
+    assert place.partition(" ")[0] in refusal(grammar=f"start: %json {json.dumps(schema)}")
+
+
+def test_usual_divisors_do() -> None:
+    usual = [0.01, 0.001, 1e-05, 0.5, 0.25, 5, 15, 60, 100, 1024, 3600, 86_400, 604_800, 1_000_000, 10_007]
+    schema = {"type": "object", "properties": {f"a{i}": {"type": "number", "multipleOf": n} for i, n in enumerate(usual)}}
+    grammar_source(StructuredOutputsParams(json=schema))
+    grammar_source(StructuredOutputsParams(json={"type": "integer", "multipleOf": 86_400_000}))
+    assert cheap(StructuredOutputsParams(json={"properties": {"a": {"multipleOf": 0.01}, "b": {"anyOf": [{"multipleOf": 5}]}}}))
+    assert not cheap(StructuredOutputsParams(json={"properties": {"a": {"multipleOf": 10_007}}}))
+
+
+def test_an_anchor_is_not_the_whole_schema() -> None:
+    """Taken for it, it would refer to itself without end."""
+    grammar_source(StructuredOutputsParams(json={"$defs": {"x": {"$anchor": "q", "type": "string"}}, "allOf": [{"$ref": "#q"}]}))
+    assert too_many_states({"multipleOf": 997, "$defs": {"x": {"multipleOf": 1009}}, "properties": {"a": {"$ref": "#q"}}}) is None
+
+
+def test_values_that_refer_to_one_another_without_end_are_looked_at_once() -> None:
+    node = {"multipleOf": 7, "properties": {"a": {"$ref": "#"}, "b": {"anyOf": [{"$ref": "#"}, {"multipleOf": 3}]}}}
+    assert too_many_states({**node, "items": {"$ref": "#/properties/b"}}) is None
 
 
 def test_limits() -> None:

@@ -94,6 +94,7 @@ def test_greedy_ignores_the_rest_and_gives_one_answer() -> None:
 
 def test_what_is_too_extreme_to_compute_with_is_moved() -> None:
     assert SamplingParams(temperature=1e-4).temperature == 0.01
+    assert SamplingParams(temperature=1e308).temperature == BeamSearchParams(1, 1, temperature=1e308).temperature == 1e30
     assert SamplingParams(repetition_penalty=1e-300).repetition_penalty == pytest.approx(1e-30)
     assert SamplingParams(repetition_penalty=1e300).repetition_penalty == 1e30
     assert SamplingParams(top_k=10**40).top_k == 2**31 - 1

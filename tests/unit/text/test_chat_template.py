@@ -79,6 +79,13 @@ def test_a_template_refuses_in_its_own_words() -> None:
     assert error.param == "messages"
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('no ' ~ 'x' * 100000) }}", "{{ raise_exception([1] * 50000) }}"])
+def test_what_a_template_says_is_bounded(template: str) -> None:
+    said = str(refusal(template))
+    assert len(said) < 600
+    assert said.endswith("…")
+
+
 @pytest.mark.parametrize(
     "template",
     ["{{ messages[5].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0].content.nope() }}", "{{ ''.__class__.mro() }}"],

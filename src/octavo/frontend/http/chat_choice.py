@@ -27,7 +27,9 @@ def whole_message(
         return Message(role, echo + output.text), output.finish_reason, ""
     reply = read_whole(plan.form, output.text, cut_short=output.finish_reason in CUT_SHORT)
     text = echo + reply.text
-    message = Message(role, text if text or not (reply.calls or reply.reasoning) else None)
+    # Null only beside calls, as OpenAI has it: a client that reads the text of a reply without calls finds one, if it is an empty one. Streams
+    # begin with an empty text too.
+    message = Message(role, text if text or not reply.calls else None)
     if reply.reasoning and include_reasoning:
         message.reasoning = reply.reasoning
     if reply.calls:

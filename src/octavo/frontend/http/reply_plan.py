@@ -107,7 +107,10 @@ async def plan_reply(
     reasons = _reasoning_marks(tokenizer, reasoning, form, must_call=use.must_call)
     if structured is not None:
         field = wish.field if wish is not None and structured is wish.params else "tools"
-        reasons = msgspec.structs.replace(reasons or OutputConstraint(), field=field)
+        # A form whose calls are part of what comes before the answer may well end there, with one of them.
+        calls_first = reasoning is not None and reasoning.harmony and bool(use.functions)
+        must_answer = use.must_call or (wish is not None and not calls_first)
+        reasons = msgspec.structs.replace(reasons or OutputConstraint(), field=field, must_answer=must_answer)
     marks = [*(tools.marks if tools is not None else ()), *(reasoning.marks if reasoning is not None else ())]
     return ReplyPlan(
         form,

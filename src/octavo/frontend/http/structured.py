@@ -90,9 +90,9 @@ def _response_format(body: GenerationRequest) -> list[Wish]:
 
 
 def _structured_outputs(body: GenerationRequest) -> list[Wish]:
-    given = {k: v for k, v in (body.structured_outputs or {}).items() if v is not None}
-    if not given:
+    if body.structured_outputs is None:
         return []
+    given = {k: v for k, v in body.structured_outputs.items() if v is not None}
     known = StructuredOutputsParams.__struct_fields__
     if unknown := sorted(given.keys() - set(known)):
         raise InvalidRequest(

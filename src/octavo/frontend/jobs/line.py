@@ -66,6 +66,10 @@ class Line(Generic[Job]):
         if not self._running[client]:
             del self._running[client]
 
+    def relieve(self, client: str) -> None:
+        """A job of `client` that runs counts no longer; there is to be no `done` for it."""
+        self.done(client)
+
     def remove(self, client: str, job: Job) -> bool:
         """Take back a job that still waits. Returns whether it did."""
         jobs = self._waiting.get(client)

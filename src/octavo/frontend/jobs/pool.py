@@ -1,5 +1,8 @@
 """Gives jobs to processes: a few at a time, the others in line, each with an answer in the end, if it is that there was no time.
 
+Most jobs take milliseconds, and some take seconds until they are stopped. One that proves long goes on beside the others, so that those behind it
+in line, of the same client too, wait for a moment only.
+
 One thread a process waits for it (the kernel ends a process with the thread that started it). Threads and processes are started when there is
 work, and end when there has been none for a while.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +23,10 @@ from octavo.frontend.jobs.line import Line
 from octavo.frontend.jobs.process import Gone, JobProcess, Late, Room, Starved
 
 MAX_PROCESSES = 2
+MAX_LONG = 2
+"""Processes beyond those, for jobs that have proved long; one of a client."""
+PATIENCE = 0.5
+"""Seconds after which a job is long."""
 MAX_WAITING = 128
 MAX_WAIT = 30.0
 """Seconds in line, after which a job is given up."""
@@ -52,6 +60,8 @@ class JobPool:
         self._changed = threading.Condition()
         self._threads = 0
         self._idle = 0
+        self._long: set[str] = set()
+        """Clients that have a long job running which counts neither as theirs nor as one of `_most`."""
         self._processes: set[JobProcess] = set()
         self._closed = False
 
@@ -75,9 +85,7 @@ class JobPool:
             refused = self._line.put(client, waiting)
             if refused is not waiting:
                 waiting.answer.add_done_callback(lambda answer: self._leave(client, waiting) if answer.cancelled() else None)
-                if len(self._line) > self._idle and self._threads < self._most:
-                    self._threads += 1
-                    threading.Thread(target=self._serve, name=f"octavo-{self._room.name}", daemon=True).start()
+                self._want_threads()
                 self._changed.notify()
         if refused is waiting:
             raise self._full()
@@ -116,6 +124,12 @@ class JobPool:
         with self._changed:
             self._line.remove(client, waiting)
 
+    def _want_threads(self) -> None:
+        """Start one more if there is work for it. With the lock held."""
+        if len(self._line) > self._idle and self._threads < self._most + len(self._long):
+            self._threads += 1
+            threading.Thread(target=self._serve, name=f"octavo-{self._room.name}", daemon=True).start()
+
     # On threads of the pool
 
     def _serve(self) -> None:
@@ -123,15 +137,29 @@ class JobPool:
         try:
             while (taken := self._next()) is not None:
                 client, waiting = taken
+                stands_aside = threading.Event()
                 try:
-                    process = self._run(process, waiting)
+                    process = self._run(process, waiting, functools.partial(self._stand_aside, client, stands_aside))
                 finally:
                     with self._changed:
-                        self._line.done(client)
+                        if stands_aside.is_set():
+                            self._long.discard(client)
+                        else:
+                            self._line.done(client)
                         self._changed.notify()
         finally:
             if process is not None:
                 self._end(process)
+
+    def _stand_aside(self, client: str, aside: threading.Event) -> None:
+        """The job of `client` that this thread waits for has proved long: others, of the same client too, are not to wait for it."""
+        with self._changed:
+            if client not in self._long and len(self._long) < MAX_LONG and not self._closed:
+                aside.set()
+                self._long.add(client)
+                self._line.relieve(client)
+                self._want_threads()
+                self._changed.notify()
 
     def _next(self) -> tuple[str, _Waiting] | None:
         """The next job; None when this thread is to end."""
@@ -139,19 +167,20 @@ class JobPool:
         with self._changed:
             self._idle += 1
             try:
-                while not self._closed:
+                while not self._closed and self._threads <= self._most + len(self._long):
                     if (taken := self._line.take()) is not None:
                         return taken
                     if (left := deadline - time.monotonic()) <= 0:
                         break
                     self._changed.wait(left)
                 self._threads -= 1
+                self._changed.notify()  # whoever woke us may have meant any of us
                 return None
             finally:
                 self._idle -= 1
 
-    def _run(self, process: JobProcess | None, waiting: _Waiting) -> JobProcess | None:
-        """Answer one job. Returns the process for the next; None: it is gone."""
+    def _run(self, process: JobProcess | None, waiting: _Waiting, impatient: Callable[[], None]) -> JobProcess | None:
+        """Answer one job; `impatient` is called when it proves long. Returns the process for the next; None: it is gone."""
         if not waiting.answer.set_running_or_notify_cancel():
             return process
         if time.monotonic() - waiting.since > MAX_WAIT:
@@ -163,7 +192,7 @@ class JobPool:
                 process = None
             if process is None:
                 process = self._started()
-            reply = process.ask(waiting.job)
+            reply = process.ask(waiting.job, patience=PATIENCE, impatient=impatient)
         except BaseException as error:
             if process is not None:
                 self._end(process)

@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,15 +79,27 @@ class JobProcess:
         self._send(setup)
         self._read_frame(_Clock(self._process.pid, START_SECONDS))
 
-    def ask(self, job: bytes) -> bytes:
+    def ask(self, job: bytes, *, patience: float | None = None, impatient: Callable[[], None] | None = None) -> bytes:
         """The reply to a job.
+
+        Args:
+            patience: seconds after which `impatient` is called, if there is no reply yet.
 
         Raises:
             Late, Starved, Gone: there is none, and the process is of no more use.
         """
         clock = _Clock(self._process.pid, self._room.seconds)
         self._send(job)  # it waits for jobs, so that writing never blocks for long
+        if patience is not None and impatient is not None and not self._replies(patience):
+            impatient()
         return self._read_frame(clock)
+
+    def _replies(self, seconds: float) -> bool:
+        """Whether a reply begins, or the process ends, within some seconds."""
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout.fileno(), select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def _send(self, frame: bytes) -> None:
         assert self._process.stdin is not None

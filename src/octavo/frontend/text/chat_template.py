@@ -26,6 +26,8 @@ TOOL_USE = "tool_use"
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_SHOWN = 100
 """Characters of a template that an error quotes."""
+MAX_SAID = 500
+"""Characters of what a template says of messages that it does not take."""
 TOO_LARGE = "rendered_prompt_too_large"
 """Code of the error about a template that built more text than it may."""
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -164,13 +166,18 @@ def _render(template: jinja2.Template, variables: Mapping[str, Any], param: str)
     try:
         return whole_characters(render(template, variables))
     except TemplateRefusal as e:
-        raise InvalidRequest(f"The chat template refuses these messages: {e.message}", param=param) from None
+        raise InvalidRequest(f"The chat template refuses these messages: {_short(e.message)}", param=param) from None
     except TemplateTooExpensive as e:
         code = TOO_LARGE if isinstance(e, TemplateTooLarge) else None
         raise InvalidRequest(f"The chat template was stopped: {e.message}.", param=param, code=code) from None
     except Exception as e:  # a template is code: anything can come out of it, and none of it is the server's fault
-        detail = " ".join(str(e).split())[:500]
-        raise InvalidRequest(f"The chat template failed on these messages: {detail or type(e).__name__}", param=param) from None
+        raise InvalidRequest(f"The chat template failed on these messages: {_short(e) or type(e).__name__}", param=param) from None
+
+
+def _short(said: object) -> str:
+    """What a template says may be as long as the conversation."""
+    text = " ".join(str(said)[: 4 * MAX_SAID].split())
+    return text if len(text) <= MAX_SAID else f"{text[: MAX_SAID - 1]}…"
 
 
 def _mark_end(message: dict[str, Any]) -> None:

@@ -75,8 +75,35 @@ def test_one_client_leaves_a_process_to_the_others(pool: JobPool) -> None:
     assert time.monotonic() - begun > 1.5  # one after the other
 
 
+def test_a_long_job_delays_those_of_its_client_for_a_moment_only(pool: JobPool) -> None:
+    pool.submit("a", b"x").result(60)
+    long = pool.submit("a", b"sleep 4")
+    begun = time.monotonic()
+    assert [pool.submit("a", f"job {i}".encode()).result(60) for i in range(5)] == [f"<job {i}".encode() for i in range(5)]
+    assert time.monotonic() - begun < 3 and not long.done()
+    assert long.result(60) == b"<sleep 4"
+
+
+def test_long_jobs_are_few(pool: JobPool) -> None:
+    """However many there are: of one client one stands aside; of all clients a few; and processes beyond the usual number end."""
+    longs = [pool.submit(client, b"sleep 1.5") for client in "aabbccdd"]
+    most = 0
+    while not all(job.done() for job in longs):
+        most = max(most, len(pool.pids))
+        time.sleep(0.02)
+    assert most <= pools.MAX_PROCESSES + pools.MAX_LONG
+    assert [job.result() for job in longs] == [b"<sleep 1.5"] * 8
+    assert pool.submit("a", b"x").result(60) == b"<x"
+    deadline = time.monotonic() + 20
+    while len(pool.pids) > pools.MAX_PROCESSES and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pool.pids) <= pools.MAX_PROCESSES
+    assert not pool._long and not pool._line._running
+
+
 def test_the_line_is_bounded(pool: JobPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.submit("a", b"x").result(60)
+    monkeypatch.setattr(pools, "PATIENCE", 100.0)
     pool._line._most = 3
     running = pool.submit("a", b"sleep 3")
     while len(pool._line):
@@ -94,6 +121,7 @@ def test_the_line_is_bounded(pool: JobPool, monkeypatch: pytest.MonkeyPatch) -> 
 def test_nobody_waits_for_ever(pool: JobPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.submit("a", b"x").result(60)
     monkeypatch.setattr(pools, "MAX_WAIT", 0.5)
+    monkeypatch.setattr(pools, "PATIENCE", 100.0)
     running = pool.submit("a", b"sleep 1.5")
     late = pool.submit("a", b"x")
     with pytest.raises(Overloaded):
@@ -101,7 +129,9 @@ def test_nobody_waits_for_ever(pool: JobPool, monkeypatch: pytest.MonkeyPatch) -
     assert running.result(60) == b"<sleep 1.5"
 
 
-def test_who_goes_away_leaves_the_line(pool: JobPool) -> None:
+def test_who_goes_away_leaves_the_line(pool: JobPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "PATIENCE", 100.0)
+
     async def impatient() -> None:
         first = asyncio.ensure_future(pool.ask("a", b"sleep 1"))
         await asyncio.sleep(0.2)

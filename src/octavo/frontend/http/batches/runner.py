@@ -10,9 +10,10 @@ is made while no other line of any batch is in work, so that no other can be to 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TextIO
 
 from octavo.errors import ConfigError
@@ -44,7 +45,13 @@ MAX_DEATHS = 3
 """A line that was in work every time the server died so often is not tried again."""
 DEADLY = f"The server died {MAX_DEATHS} times while this request was in work; it is not tried again."
 
-EXPIRED = "This request could not be executed before the completion window expired."
+UNANSWERED = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
+}
+"""What is said of the lines that a batch has no reply to, by how it ended."""
+AT_ONCE = 1000
+"""Lines of them that are written together."""
 
 Answering = asyncio.Task[dict[str, Any]]
 """A line in work, named by its custom_id."""
@@ -199,7 +206,7 @@ class BatchRunner:
         except (ConfigError, OSError) as error:
             self._fail(record, owner, "output_file_broken", str(error))
             return
-        if record["status"] == "validating":
+        if record["status"] == "validating" or record["request_counts"]["total"] == 0:
             record["request_counts"]["total"], objects = await asyncio.to_thread(self._count, record)
             if objects == 0:
                 outputs.close()
@@ -209,6 +216,7 @@ class BatchRunner:
                     record["request_counts"]["total"] = 0
                     self._fail(record, owner, "invalid_file", NO_BATCH)
                 return
+        if record["status"] == "validating":
             record["status"], record["in_progress_at"] = "in_progress", int(self._store.clock())
             with self._store.changing(record["id"], owner) as stored:
                 if stored is not None:
@@ -239,10 +247,8 @@ class BatchRunner:
                 if ending is not None:
                     await cancel(*running)
                     self._write_finished(running, outputs)
-                    if ending == "expired":
-                        cut = (BatchLine(0, task.get_name(), "", None) for task in running if task.cancelled())
-                        for unanswered in (*cut, *todo):
-                            outputs.write(failure(unanswered, "batch_expired", EXPIRED))
+                    cut = [BatchLine(0, task.get_name(), "", None) for task in running if task.cancelled()]
+                    await self._give_up(itertools.chain(cut, todo), outputs, *UNANSWERED[ending])
                     return ending
                 while more and not self._hold and len(running) < self._concurrency and not (running and self._busy()):
                     line = await asyncio.to_thread(next, todo, None)  # a line may be megabytes
@@ -264,6 +270,11 @@ class BatchRunner:
             await cancel(*running)
             self._in_work = set()
             self._store.forget_attempts(record["id"])
+
+    async def _give_up(self, lines: Iterator[BatchLine], outputs: _Outputs, code: str, message: str) -> None:
+        """Say of lines that they have no reply. There may be millions."""
+        while some := await asyncio.to_thread(lambda: [*itertools.islice(lines, AT_ONCE)]):
+            await asyncio.to_thread(outputs.write_failures, [failure(line, code, message) for line in some])
 
     async def _wait(self, running: set[Any], seconds: float | None, event: asyncio.Event | None = None) -> None:
         """Until one of them is done, `event` (by default: somebody changes a batch), or `seconds` are over."""
@@ -348,13 +359,23 @@ class _Outputs:
 
     def write(self, reply: dict[str, Any]) -> None:
         good = succeeded(reply)
-        kind = "output" if good else "error"
-        if kind not in self._files:
-            self._files[kind] = self._store.path(self._id(kind)).open("a", encoding="utf-8")
-        self._files[kind].write(encode_reply(reply))
-        self._files[kind].flush()
+        file = self._file("output" if good else "error")
+        file.write(encode_reply(reply))
+        file.flush()
         self._store.end_line(self._record["id"], reply["custom_id"])
         self._record["request_counts"]["completed" if good else "failed"] += 1
+
+    def write_failures(self, replies: Sequence[dict[str, Any]]) -> None:
+        """Of lines that nobody is at work on. May run on any thread, while this object is not used on another."""
+        file = self._file("error")
+        file.writelines(encode_reply(reply) for reply in replies)
+        file.flush()
+        self._record["request_counts"]["failed"] += len(replies)
+
+    def _file(self, kind: str) -> TextIO:
+        if kind not in self._files:
+            self._files[kind] = self._store.path(self._id(kind)).open("a", encoding="utf-8")
+        return self._files[kind]
 
     def close(self) -> None:
         for file in self._files.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.limits import MAX_MESSAGES, check_count
@@ -45,6 +47,7 @@ class CountTokensRequest(Schema):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    mcp_servers: Objects | None = Field(None, description="Refused unless empty: this server calls no tools itself.")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -85,6 +88,10 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
             )
     if not body.messages:
         raise InvalidRequest("messages must not be empty.", param="messages")
+    if body.mcp_servers:
+        raise InvalidRequest(
+            "mcp_servers: this server runs no tools of its own; give them as tools, and answer their calls.", param="mcp_servers"
+        )
     continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     tools = _tools(body.tools)
     choice, parallel = _tool_choice(body.tool_choice, tools)

@@ -26,15 +26,16 @@ def new_id(prefix: str) -> str:
 
 
 def input_items(given: Any, param: str = "input") -> list[Item]:
-    """`input` (or another field) as items.
+    """`input`, which may be a text too, or another field as items.
 
     Raises:
         InvalidRequest, NotYet: names the item.
     """
-    if isinstance(given, str):
+    if isinstance(given, str) and param == "input":
         return [_user_message(given)]
     if not isinstance(given, list):
-        what = "is missing" if given is None else f"must be a string or a list of items, got {short_repr(given)}"
+        kinds = "a string or a list of items" if param == "input" else "a list of items"
+        what = "is missing" if given is None else f"must be {kinds}, got {short_repr(given)}"
         raise InvalidRequest(f"{param} {what}.", param=param)
     check_count(param, given, param)
     return [_item(item, f"{param}[{number}]") for number, item in enumerate(given)]

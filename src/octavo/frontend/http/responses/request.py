@@ -165,6 +165,8 @@ def check_request(body: InputTokensRequest) -> None:
         return
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise InvalidRequest(f"max_output_tokens must be at least 1, got {body.max_output_tokens}.", param="max_output_tokens")
+    if body.max_tool_calls is not None and body.max_tool_calls < 0:
+        raise InvalidRequest(f"max_tool_calls must not be negative, got {body.max_tool_calls}.", param="max_tool_calls")
     if (unknown := next((name for name in body.include or () if name not in INCLUDABLE), None)) is not None:
         raise InvalidRequest(f"include: {short_repr(unknown)} is unknown; it may hold {', '.join(INCLUDABLE)}.", param="include")
     if body.text and body.text.verbosity not in (None, *VERBOSITIES):

@@ -63,6 +63,8 @@ async def upload_file(request: Request) -> Response:
             raise InvalidRequest(f"purpose must be batch, got {short_repr(purpose)}.", param="purpose")
         seconds = expiry(form.get("expires_after[anchor]"), form.get("expires_after[seconds]"), "expires_after")
         store, size = ctx.batches.store, file.size or 0
+        if size == 0:
+            raise InvalidRequest("The file is empty.", param="file")
         if store.used_bytes() + size > store.max_bytes:
             raise BadBody(
                 f"There is no room for {format_bytes(size)} more: files may take {format_bytes(store.max_bytes)}. Delete some.", status=413
