@@ -233,6 +233,10 @@ class Decoder:
         self, x: torch.Tensor, residual: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block's output, of which each rank has a part, to the residual stream; what the next block reads, and the new stream."""
+        if isinstance(next_norm, RmsNorm) and post_norm is None and self.spec.residual_multiplier == 1.0:
+            joined = self._group.add_norm(x, residual, next_norm.weight, next_norm.eps)
+            if joined is not None:
+                return joined
         x = self._group.sum(x)
         if post_norm is not None:
             x = post_norm(x)

@@ -167,8 +167,13 @@ class Worker:
             raise
 
     def collect(self) -> StepResult:
-        """The result of the oldest step not collected yet; waits for it."""
+        """The result of the oldest step not collected yet; waits for it.
+
+        Raises:
+            EngineDead: a rank did not take part in it.
+        """
         result = settle(self._launched.popleft())
+        self._ranks.check()
         if result.errors:
             result.errors = self._diagnosis.explain(list(result.errors))
         return result
