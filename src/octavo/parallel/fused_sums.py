@@ -130,7 +130,8 @@ class FusedSums:
         self._buffer.zero_()
         epochs = torch.zeros(1 + max(words.rows, plain.rows), dtype=torch.int32, device=self._device)
         missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._place = Place(self._rank, tuple(self._handle.buffer_ptrs), epochs, missing)
+        memory = tuple(self._handle.get_buffer(rank, (plain.end,), torch.uint8).data_ptr() for rank in range(self._size))
+        self._place = Place(self._rank, memory, epochs, missing)
         torch.cuda.synchronize(self._device)
         return None
 
