@@ -24,6 +24,40 @@ from octavo.parallel.group import ALONE, TensorGroup
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 
+class Layers(Protocol):
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None,
+        entering: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`Model.forward` of the layers that are here, with nothing received and nothing sent.
+
+        Args:
+            entering: [tokens, hidden], the residual stream at the first of them, where that is not the model's first. May be overwritten.
+
+        Returns:
+            what `Model.forward` does or, where other layers follow, the residual stream, [tokens, hidden].
+        """
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model's share of a pipeline, for who computes and passes on hidden states in steps of its own."""
+
+    pipeline: Pipeline
+    layers: Layers
+    dtype: torch.dtype
+    """Of hidden states."""
+
+    @property
+    def receives(self) -> bool:
+        """Whether others have the layers before."""
+        return self.pipeline.stage > 0
+
+
 class Model(Protocol):
     """What a worker needs of a model."""
 
@@ -47,6 +81,10 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether a forward pass never waits for the device, so that it can be part of a CUDA graph."""
+
+    @property
+    def stage(self) -> Stage | None:
+        """None: all layers are here."""
 
     @property
     def makes_logits(self) -> bool:
@@ -137,7 +175,7 @@ class Decoder:
         layers = shard.layers(spec.num_layers)
         self._pipeline = pipeline
         self._first, self.makes_logits = shard.first, shard.last
-        self.capturable = shard.stages == 1
+        self.capturable = True
         self.layer_specs = _with_sinks(share.layer_specs, weights)[layers.start : layers.stop]
         self.weights_bytes = weights.nbytes
         self.weights_kinds = weights.kinds
@@ -147,6 +185,7 @@ class Decoder:
         self._first_token = shard.rank * share.vocab_size
         norm = next(t for name, t in weights.tensors.items() if name.endswith("norm"))
         self._dtype, device = norm.dtype, norm.device
+        self.stage = Stage(pipeline, self._run, self._dtype) if shard.stages > 1 else None
         # Gemma was trained with the scale in the model's own precision.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._dtype))
         self._positions = weights.tensors.get("positions")
@@ -162,9 +201,28 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
+        entering = None
+        if not self._first:
+            place = torch.empty(len(token_ids), self.spec.hidden_size, dtype=self._dtype, device=token_ids.device)
+            entering = self._pipeline.receive(place)
+        hidden = self._run(token_ids, positions, attend, wanted, entering)
+        if not self.makes_logits:
+            self._pipeline.send(hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None,
+        entering: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `Layers`."""
         spec = self.spec
         rotations = [Rotation(table, positions) for table in self._tables]
-        residual = self._enter(token_ids, positions)
+        residual = self._enter(token_ids, positions) if entering is None else entering
         wanted = wanted if self.makes_logits else None
         x = residual if self._first_norm is None else self._first_norm(residual)
         last = self._layers[-1]
@@ -181,14 +239,10 @@ class Decoder:
                 continue
             x, residual = self._join(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
-        if not self.makes_logits:
-            self._pipeline.send(residual)
-        return x
+        return x if self.makes_logits else residual
 
     def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The residual stream at this rank's first layer: [tokens, hidden]."""
-        if not self._first:
-            return self._pipeline.receive(torch.empty(len(token_ids), self.spec.hidden_size, dtype=self._dtype, device=token_ids.device))
+        """The residual stream at the model's first layer: [tokens, hidden]."""
         residual = self._embed(token_ids)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
