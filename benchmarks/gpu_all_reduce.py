@@ -41,7 +41,7 @@ SUMS = 64
 """In a graph: those of a 32-layer model."""
 RESULTS = Path(__file__).parent / "results" / "gpu_all_reduce.json"
 METHODS = ("nccl", "one_shot", "two_shot")
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 DIMS = (4096, 8192)
 _MOST = ROWS[-1] * DIMS[0] * 2
 FUSED = {
@@ -51,6 +51,8 @@ FUSED = {
     "flags, two shots": FusedLimits(words=0, one_shot=0, most=_MOST),
 }
 """The ways of the one kernel."""
+CLOSE = 1.03
+"""Times that far apart are taken for equal."""
 APART = "apart"
 """... against the sum as the table says, and a kernel for addition and norm."""
 
@@ -95,7 +97,7 @@ def measure(rank: int, ranks: int, store: str, results: Any) -> None:
         return int(least)
 
     ways: dict[str, SymmetricSums] = {}
-    for name, given in (("one_shot", Limits(SIZES[-1], SIZES[-1])), ("two_shot", Limits(ALIGNMENT, SIZES[-1]))):
+    for name, given in (("one_shot", Limits(SIZES[-1], SIZES[-1])), ("two_shot", Limits(2 * ALIGNMENT, SIZES[-1]))):
         sums = SymmetricSums(group, rank, ranks, device, reference=nccl, smallest=smallest, limits=given)
         verdict = try_out(sums, smallest)
         if rank == 0:
@@ -127,6 +129,8 @@ def measure(rank: int, ranks: int, store: str, results: Any) -> None:
         ways_of_dim[APART] = one_by_one
         rows = Rows(dim, torch.bfloat16, patience=20.0)
         for name, given in FUSED.items():
+            if ranks == 2 and not given.one_shot:
+                continue  # as many bytes, and a wait more
             sums = FusedSums(group, rank, ranks, device, rows, reference=nccl, limits=given)
             why = what_fails(sums, smallest)
             if rank == 0:
@@ -160,15 +164,17 @@ def fused_limits_from(times: Mapping[int, Mapping[str, Mapping[int, float]]]) ->
         by_bytes: dict[int, list[bool]] = {}
         for dim, by_name in times.items():
             for rows in by_name[APART]:
-                by_bytes.setdefault(rows * dim * 2, []).append(min(by_name, key=lambda name: by_name[name][rows]) in best)
+                quickest, quickest_of_best = min(t[rows] for t in by_name.values()), min(by_name[n][rows] for n in best if n in by_name)
+                # Of equal ones, whichever.
+                by_bytes.setdefault(rows * dim * 2, []).append(quickest_of_best <= CLOSE * quickest)
         for nbytes, won in sorted(by_bytes.items()):
             if not all(won):
                 break
             last = nbytes
         return last
 
-    most = up_to(list(FUSED))
-    one_shot = up_to(["words", "flags"])
+    most, two_shots = up_to(list(FUSED)), any("two" in name for by_name in times.values() for name in by_name)
+    one_shot = up_to(["words", "flags"]) if two_shots else most
     return FusedLimits(words=up_to(["words", "words, two shots"]), one_shot=one_shot, most=most) if most else None
 
 

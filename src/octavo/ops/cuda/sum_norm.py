@@ -25,6 +25,7 @@ _SHARED_BYTES = 256
 _THREADS_AN_SM = 1024
 """That wait on an SM: half of what it has room for, so that registers are no matter."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_THREADS = 1024
 MOST_PIECES = 4096
 """Of a row."""
 
@@ -50,11 +51,11 @@ class Form:
     @property
     def vectors(self) -> int:
         """Pieces of a thread."""
-        return -(-self.pieces // 1024)
+        return -(-self.pieces // MOST_THREADS)
 
     @property
     def threads(self) -> int:
-        return -(-self.pieces // self.vectors // 32) * 32 if self.vectors > 1 else -(-self.pieces // 32) * 32
+        return -(-self.pieces // (32 * self.vectors)) * 32
 
     @property
     def blocks_an_sm(self) -> int:
