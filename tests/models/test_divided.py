@@ -60,7 +60,7 @@ def test_sums_with_the_norm_behind_them_at_once(tmp_path: Path, name: str) -> No
         group.fuses = True
         model = load_model(config, load_ops("cpu"), torch.device("cpu"), lambda *_: None, group)
         logits = run(model, IDS)
-        assert group.joined == JOINED[name] * model.spec.num_layers
+        assert group.joined == JOINED[name] * model.spec.num_layers + (JOINED[name] > 0)  # the embedding
         return logits
 
     first, second = together(2, rank)

@@ -191,6 +191,7 @@ class Decoder:
         self._positions = weights.tensors.get("positions")
         self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head and shard.last else None
         self._embedding_norm = _norm("embed_norm", spec, weights, ops)
+        self._plain_embedding = self._embedding_scale == 1.0 and self._embedding_norm is None and self._positions is None
         self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
         parts = _Parts(share, weights, ops, group, shard)
         self._layers = tuple(_layer(i, parts) for i in layers)
@@ -222,9 +223,11 @@ class Decoder:
         """See `Layers`."""
         spec = self.spec
         rotations = [Rotation(table, positions) for table in self._tables]
-        residual = self._enter(token_ids, positions) if entering is None else entering
+        if entering is None:
+            x, residual = self._enter(token_ids, positions)
+        else:
+            x, residual = self._begin(entering)
         wanted = wanted if self.makes_logits else None
-        x = residual if self._first_norm is None else self._first_norm(residual)
         last = self._layers[-1]
         for index, layer in enumerate(self._layers):
             chosen = wanted if layer is last else None
@@ -241,16 +244,30 @@ class Decoder:
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
         return x if self.makes_logits else residual
 
-    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The residual stream at the model's first layer: [tokens, hidden]."""
-        residual = self._embed(token_ids)
+    def _begin(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the first layer here reads, and the residual stream."""
+        return residual if self._first_norm is None else self._first_norm(residual), residual
+
+    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_begin` of the model's first layer."""
+        assert self._embedding is not None
+        first_norm = self._first_norm
+        if self._group.size == 1:
+            residual = self._ops.embedding(token_ids, self._embedding)
+        else:
+            part = self._ops.embedding_part(token_ids, self._embedding, self._first_token)
+            if self._plain_embedding and isinstance(first_norm, RmsNorm):
+                joined = self._group.add_norm(part, torch.zeros_like(part), first_norm.weight, first_norm.eps)
+                if joined is not None:
+                    return joined
+            residual = self._group.sum(part)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         if self._positions is not None:
             residual = residual + self._positions[positions]
-        return residual
+        return self._begin(residual)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -272,16 +289,6 @@ class Decoder:
         if (cap := self.spec.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
-
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[tokens] -> [tokens, hidden]: each rank gives the rows that it has, and zeros."""
-        assert self._embedding is not None
-        if self._group.size == 1:
-            return self._ops.embedding(token_ids, self._embedding)
-        row = token_ids - self._first_token
-        mine = (row >= 0) & (row < len(self._embedding))
-        found = self._ops.embedding(row.clamp(0, len(self._embedding) - 1), self._embedding)
-        return self._group.sum(found.masked_fill(~mine.unsqueeze(1), 0.0))
 
     def _join(
         self, x: torch.Tensor, residual: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
