@@ -157,18 +157,17 @@ def _fused(sums: FusedSums, weight: torch.Tensor, x: torch.Tensor, residual: tor
 
 
 def fused_limits_from(times: Mapping[int, Mapping[str, Mapping[int, float]]]) -> FusedLimits | None:
-    """Up to which size each way is the quickest for every dim, without a gap; None where the kernels apart are at the smallest."""
+    """Up to which size each way is the quickest, the mean of all dims, without a gap; None where the kernels apart are at the smallest."""
 
     def up_to(best: Sequence[str]) -> int:
         last = 0
-        by_bytes: dict[int, list[bool]] = {}
+        by_bytes: dict[int, list[float]] = {}
         for dim, by_name in times.items():
             for rows in by_name[APART]:
-                quickest, quickest_of_best = min(t[rows] for t in by_name.values()), min(by_name[n][rows] for n in best if n in by_name)
-                # Of equal ones, whichever.
-                by_bytes.setdefault(rows * dim * 2, []).append(quickest_of_best <= CLOSE * quickest)
-        for nbytes, won in sorted(by_bytes.items()):
-            if not all(won):
+                ours = min(by_name[name][rows] for name in best if name in by_name)
+                by_bytes.setdefault(rows * dim * 2, []).append(ours / min(t[rows] for t in by_name.values()))
+        for nbytes, slower in sorted(by_bytes.items()):
+            if statistics.mean(slower) > CLOSE:
                 break
             last = nbytes
         return last

@@ -24,7 +24,9 @@ ASSUMED = {
 }
 """Ranks -> limits where nothing has been measured."""
 
-MEASURED: dict[tuple[str, int], Limits | None] = {}
+MEASURED: dict[tuple[str, int], Limits | None] = {
+    ("NVIDIA H200", 2): Limits(one_shot=4194304, two_shot=4194304),
+}
 """(name of the GPU, ranks) -> limits; None where NCCL was quicker at every size."""
 
 
@@ -52,7 +54,9 @@ ASSUMED_FUSED = {
 }
 """Ranks -> limits where nothing has been measured."""
 
-MEASURED_FUSED: dict[tuple[str, int], FusedLimits | None] = {}
+MEASURED_FUSED: dict[tuple[str, int], FusedLimits | None] = {
+    ("NVIDIA H200", 2): FusedLimits(words=393216, one_shot=8388608, most=8388608),
+}
 """(name of the GPU, ranks) -> limits; None where the kernels apart were quicker at every size."""
 
 
