@@ -173,10 +173,18 @@ class Worker:
             EngineDead: a rank did not take part in it.
         """
         result = settle(self._launched.popleft())
-        self._ranks.check()
+        self.check_ranks()
         if result.errors:
             result.errors = self._diagnosis.explain(list(result.errors))
         return result
+
+    def check_ranks(self) -> None:
+        """From any thread.
+
+        Raises:
+            EngineDead: the device has given up waiting for another rank.
+        """
+        self._ranks.check()
 
     def preparation_due(self, *, idle: bool) -> bool:
         """Whether `prepare` would do something."""
