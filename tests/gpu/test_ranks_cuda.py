@@ -41,6 +41,18 @@ def test_two_gpus_give_the_tokens_of_one(tmp_path: Path, parallel: dict[str, Any
     assert tokens(tmp_path, enforce_eager=eager, **parallel) == tokens(tmp_path, enforce_eager=eager)
 
 
+@pytest.mark.parametrize("parallel", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_two_gpus_with_captured_steps_give_nearly_what_one_gives(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Stages compute with the kernels of one rank in the same order; ranks of a layer add up in another."""
+    save_tiny(tmp_path, "qwen3", **SIZES)
+    expected, got = tokens(tmp_path, dtype="bfloat16"), tokens(tmp_path, dtype="bfloat16", **parallel)
+    if "pipeline_parallel_size" in parallel:
+        assert got == expected
+    else:
+        assert [len(found) for found in got] == [24] * len(PROMPTS)
+        assert sum(a[:4] == b[:4] for a, b in zip(got, expected, strict=True)) >= 2, (got, expected)
+
+
 async def test_small_sums_go_through_symmetric_memory_and_change_nothing(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", **SIZES)
     assert tokens(tmp_path, tensor_parallel_size=2) == tokens(tmp_path, tensor_parallel_size=2, disable_custom_all_reduce=True)
@@ -50,6 +62,8 @@ async def test_small_sums_go_through_symmetric_memory_and_change_nothing(tmp_pat
         async with await AsyncLLM.start(args) as llm:
             said[off] = llm.ready_report.sums
     assert said[False].startswith("symmetric memory")
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "; with the norm behind it in one kernel up to " in said[False]
     assert said[True] == "NCCL for all sizes: turned off by --disable-custom-all-reduce or --batch-invariant"
 
 

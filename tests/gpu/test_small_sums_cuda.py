@@ -14,8 +14,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from octavo.parallel.small_sums import try_out
-from octavo.parallel.sum_table import Limits
+from octavo.errors import EngineDead
+from octavo.ops.cuda.compiler import architecture
+from octavo.ops.reference.norm import rms_norm
+from octavo.parallel.fused_sums import FusedSums
+from octavo.parallel.group import Rows
+from octavo.parallel.small_sums import try_out, what_fails
+from octavo.parallel.sum_table import FusedLimits, Limits
 from octavo.parallel.symmetric import DTYPES, SymmetricSums
 from octavo.protocol.boot import NO_MULTICAST
 
@@ -124,6 +129,127 @@ def hangs(sums: SymmetricSums, smallest: Callable[[int], int], reference: Any) -
         words = sums._hung(1.0)
         assert float(torch.ones(1000, device="cuda").sum()) == 1000.0  # the GPU is there for others again
     return words, time.monotonic() - began
+
+
+FUSED = {
+    "one shot": FusedLimits(words=64 << 10, one_shot=512 << 10, most=512 << 10),
+    "two shots": FusedLimits(words=64 << 10, one_shot=0, most=512 << 10),
+}
+DIM = 1024
+
+
+def fused_sums(reference: Any, kind: str, dtype: torch.dtype = torch.bfloat16, *, patience: float = PATIENCE) -> FusedSums:
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = Rows(DIM, dtype, patience)
+    return FusedSums(group, dist.get_rank(), dist.get_world_size(), device, rows, reference=reference, limits=FUSED[kind])
+
+
+class PatientFused:
+    """As `Patient`."""
+
+    def __init__(self, sums: FusedSums) -> None:
+        self._sums = sums
+        self.unusable, self.open, self.close = sums.unusable, sums.open, sums.close
+
+    def test(self, seconds: float) -> str | None:
+        return self._sums.test(PATIENCE)
+
+
+def passes_the_fused_test(sums: SymmetricSums, smallest: Callable[[int], int], reference: Any) -> list[str | None]:
+    kinds = [(kind, dtype) for kind in FUSED for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    return [what_fails(PatientFused(fused_sums(reference, kind, dtype)), smallest) for kind, dtype in kinds]
+
+
+def steps(sums: SymmetricSums, smallest: Callable[[int], int], reference: Any) -> list[str]:
+    """Many sums of changing sizes in one graph, replayed with other numbers; then the same rows with others beside them."""
+    wrong: list[str] = []
+    for kind in FUSED:
+        fused = fused_sums(reference, kind)
+        assert (fused.unusable(), fused.open()) == (None, None)
+        smallest(1)
+        counts = [1, 7, 200, 32, 33, 1, 256, 2]
+        weight = torch.randn(DIM, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
+        given = torch.zeros(len(counts), 256, DIM, device="cuda", dtype=torch.bfloat16)
+        stream = torch.zeros(256, DIM, device="cuda", dtype=torch.bfloat16)
+        outs = []
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            for number, rows in enumerate(counts):
+                joined = fused.add_norm(given[number, :rows].clone(), stream[:rows], weight, 1e-5)
+                assert joined is not None
+                outs.append(joined[0])
+            graph.capture_end()
+            for replay in range(12):
+                given.copy_(torch.randn(given.shape, generator=torch.Generator().manual_seed(100 * replay + dist.get_rank())))
+                stream.copy_(torch.randn(stream.shape, generator=torch.Generator().manual_seed(replay)))
+                expected, totals = stream.clone(), reference(given.float())
+                graph.replay()
+                side.synchronize()
+                for number, rows in enumerate(counts):
+                    expected[:rows] = (totals[number, :rows] + expected[:rows].float()).bfloat16()
+                    last = (rms_norm(expected[:rows], weight, 1e-5).float() - outs[number].float()).abs()
+                    if bool((last > 0.03 * (1 + outs[number].float().abs())).any()):
+                        wrong.append(f"{kind}: norm of sum {number}, replay {replay}")
+                if not torch.equal(stream, expected):
+                    wrong.append(f"{kind}: stream, replay {replay}: {int((stream != expected).sum())} numbers")
+            everything = torch.randn(256, DIM, generator=torch.Generator("cuda").manual_seed(5 + dist.get_rank()), device="cuda").bfloat16()
+            whole = [t.clone() for t in fused.add_norm(everything.clone(), torch.ones_like(everything), weight, 1e-5) or ()]
+            for rows in (1, 5, 32, 40):
+                part = everything[:rows].clone()
+                for got, all_rows in zip(fused.add_norm(part, torch.ones_like(part), weight, 1e-5) or (), whole, strict=True):
+                    if not torch.equal(got, all_rows[:rows]):
+                        wrong.append(f"{kind}: {rows} rows have other bits than among 256")
+            side.synchronize()
+        assert fused.add_norm(torch.zeros(257, DIM, device="cuda", dtype=torch.bfloat16), stream, weight, 1e-5) is None
+        assert fused.add_norm(torch.zeros(4, DIM, device="cuda"), stream.float(), weight.float(), 1e-5) is None
+        graph.reset()
+    return wrong
+
+
+def waits_in_vain(sums: SymmetricSums, smallest: Callable[[int], int], reference: Any) -> tuple[int | None, str, float]:
+    """Only the first rank adds up."""
+    fused = fused_sums(reference, "one shot", patience=1.0)
+    assert (fused.unusable(), fused.open()) == (None, None)
+    smallest(1)
+    began, words = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        x = torch.ones(8, DIM, device="cuda", dtype=torch.bfloat16)
+        for _ in range(100):
+            fused.add_norm(x, x.clone(), x[0], 1e-5)
+        torch.cuda.synchronize()
+        try:
+            fused.check()
+        except EngineDead as e:
+            words = str(e)
+    return fused.silent(), words, time.monotonic() - began
+
+
+needs_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() or architecture(torch.device("cuda")) is None, reason="needs a Hopper GPU and NVRTC"
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_self_test_of_fused_sums_passes(tmp_path: Path, ranks: int) -> None:
+    assert together(tmp_path, passes_the_fused_test, ranks) == [[None] * 6] * ranks
+
+
+@needs_kernels
+def test_fused_sums_are_those_of_the_cpu_whatever_the_rows(tmp_path: Path) -> None:
+    assert together(tmp_path, steps) == [[], []]
+
+
+@needs_kernels
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    (silent, words, seconds), (other, _, _) = together(tmp_path, waits_in_vain)
+    assert (silent, other) == (1, None)
+    assert words == "Rank 1 did not take part in a sum over GPUs for 1 s."
+    assert 1 <= seconds < 10
 
 
 def test_the_self_test_passes(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.models.test_parity import CASES, IDS
 from tests.models.test_quantized_models import SIZES as LOW_BIT_SIZES
 from tests.models.test_quantized_models import quantize
 from tests.support.quantized_layouts import LAYOUTS
-from tests.support.thread_group import ThreadPipeline, one_after_the_other, together
+from tests.support.thread_group import ThreadGroup, ThreadPipeline, one_after_the_other, together
 from tests.support.tiny_models import config_for, save_tiny
 
 EXPERTS = [name for name in CASES if any(part in name for part in ("moe", "mixtral", "deepseek", "gpt-oss"))]
@@ -43,6 +43,28 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, name: str) -> None:
     save_tiny(tmp_path, family, **overrides)
     first, second = logits_of_ranks(tmp_path, 2)
     assert torch.equal(first, second)  # each rank samples by itself
+    torch.testing.assert_close(first, run(load(tmp_path), IDS), atol=1e-4, rtol=1e-4)
+
+
+JOINED = {"llama": 2, "qwen3": 2, "deepseek-v3": 2, "gpt-oss": 2, "gemma2": 0, "olmo2": 0, "gpt2": 0, "falcon-7b": 0}
+"""Family: sums a layer with nothing but an addition between them and an RMSNorm."""
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_sums_with_the_norm_behind_them_at_once(tmp_path: Path, name: str) -> None:
+    family, overrides = CASES[name]
+    save_tiny(tmp_path, family, **overrides)
+    config = replace(config_for(tmp_path), parallel=ParallelConfig(tensor=2))
+
+    def rank(group: ThreadGroup) -> torch.Tensor:
+        group.fuses = True
+        model = load_model(config, load_ops("cpu"), torch.device("cpu"), lambda *_: None, group)
+        logits = run(model, IDS)
+        assert group.joined == JOINED[name] * model.spec.num_layers + (JOINED[name] > 0)  # the embedding
+        return logits
+
+    first, second = together(2, rank)
+    assert torch.equal(first, second)
     torch.testing.assert_close(first, run(load(tmp_path), IDS), atol=1e-4, rtol=1e-4)
 
 

@@ -47,8 +47,12 @@ def _folder() -> Path:
 
 
 @functools.cache
-def emulated(text: str, kernel: str, maps: int, kind: str = "Args") -> Callable[..., None]:
-    """A kernel of `text`, which takes a `kind` and so many tensor maps: a function of (that, maps..., x, y, z), the grid's size."""
+def emulated(text: str, kernel: str, maps: int, kind: str = "Args", copy: int = 0) -> Callable[..., None]:
+    """A kernel of `text`, which takes a `kind` and so many tensor maps: a function of (that, maps..., x, y, z), the grid's size.
+
+    Args:
+        copy: those with different numbers may run at the same time, as on GPUs of their own.
+    """
     assert COMPILER is not None
     names = [f"map{i}" for i in range(maps)]
     end = f"""
@@ -58,9 +62,12 @@ extern "C" void run(const {kind}* p, {"".join(f"const Map* {name}, " for name in
 """
     place = _folder() / f"{hashlib.sha256((text + end).encode()).hexdigest()[:16]}"
     place.with_suffix(".cpp").write_text(text + end)
-    command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", f"{place}.so", f"{place}.cpp"]
-    subprocess.run(command, check=True, timeout=120)
-    run = ctypes.CDLL(f"{place}.so").run
+    first, own = place.with_suffix(".so"), place.with_suffix(f".{copy}.so")
+    if not first.exists():
+        command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(first), f"{place}.cpp"]
+        subprocess.run(command, check=True, timeout=120)
+    shutil.copyfile(first, own)
+    run = ctypes.CDLL(str(own)).run
 
     def call(arguments: ctypes.Structure, *boxes_and_grid: Boxes | int) -> None:
         described = [ctypes.byref(Map.of(x)) if isinstance(x, Boxes) else x for x in boxes_and_grid]

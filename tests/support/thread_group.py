@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from octavo.ops.reference.norm import rms_norm
+
 T = TypeVar("T")
 
 
@@ -22,10 +24,22 @@ class ThreadGroup:
         self._barrier = barrier
         self._shared = shared
         self.sums = 0
+        self.fuses = False
+        """Whether it adds up, adds and norms at once."""
+        self.joined = 0
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.sums += 1
         return sum(self._exchange(x)[1:], self._exchange(x)[0].clone())
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not self.fuses:
+            return None
+        self.joined += 1
+        residual += self.sum(x)
+        return rms_norm(residual, weight, eps), residual  # another rank may still be reading x
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(x), -1)

@@ -166,9 +166,10 @@ def join(boot: RankBoot, rendezvous: str) -> Ranks:
 
 
 def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
+    from octavo.models.loader import normed_rows
     from octavo.parallel.distributed import World
     from octavo.parallel.group import Ranks
 
     device = Ranks(local_rank=local_rank).device(config.device.kind, config.parallel)
-    world = World(meeting, config.parallel, device)
-    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.sums, world.close)
+    world = World(meeting, config.parallel, device, normed_rows(config))
+    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.sums, world.tensor.check, world.close)

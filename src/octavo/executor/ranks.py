@@ -47,6 +47,9 @@ class FirstRank(Rank, Protocol):
     def preparation_due(self, *, idle: bool) -> bool:
         """Whether now is the time."""
 
+    def check_ranks(self) -> None:
+        """From any thread. Raises EngineDead if its device has given up waiting for another rank."""
+
 
 class RanksExecutor:
     """Implements `executor.base.Executor`.
@@ -98,6 +101,7 @@ class RanksExecutor:
         self._changed = threading.Condition()
         if local:
             self._start(local, rendezvous, module)
+        self._worker: FirstRank | None = None
         self._watcher = threading.Thread(target=self._watch, name="octavo-ranks", daemon=True)
         self._watcher.start()
         try:
@@ -134,15 +138,20 @@ class RanksExecutor:
         self._ends += started
         os.close(memory)
 
+    @property
+    def _first(self) -> FirstRank:
+        assert self._worker is not None
+        return self._worker
+
     # Executor
 
     @property
     def cache_shape(self) -> CacheShape:
-        return self._worker.cache_shape
+        return self._first.cache_shape
 
     @property
     def ready_report(self) -> EngineReady:
-        return self._worker.ready_report
+        return self._first.ready_report
 
     def submit(self, plan: StepPlan) -> None:
         """Send the plan, and launch rank 0's share of it."""
@@ -160,13 +169,13 @@ class RanksExecutor:
             if self._waiting:
                 self._launch(self._waiting.popleft())
             with self._together():
-                return self._worker.collect()
+                return self._first.collect()
         finally:
             self._submitted.pop(0)
 
     def _launch(self, plan: StepPlan) -> None:
         with self._together():
-            self._worker.submit(plan)
+            self._first.submit(plan)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -183,17 +192,17 @@ class RanksExecutor:
 
     def prepare(self, *, idle: bool) -> bool:
         """Rank 0 decides when; then all do it, since what is captured holds sums over ranks."""
-        if not self._worker.preparation_due(idle=idle):
-            return self._worker.left_to_prepare
+        if not self._first.preparation_due(idle=idle):
+            return self._first.left_to_prepare
         self._send(encode(PrepareNow()))
-        return self._worker.prepare(idle=True)
+        return self._first.prepare(idle=True)
 
     def shutdown(self) -> None:
         """End the other ranks, then release rank 0. Calling it again does nothing."""
         if self._closing:
             return
         self._end_ranks(stop=True)
-        self._worker.shutdown()
+        self._first.shutdown()
 
     # Ranks
 
@@ -255,6 +264,7 @@ class RanksExecutor:
                         self._links.append(far)
                         self._ends.append(far)
                 self._look_for_silent()
+                self._look_for_given_up()
                 self._look_for_hung()
 
     def _listen(self, end: RankEnd) -> bool:
@@ -279,6 +289,14 @@ class RanksExecutor:
         for far in self._links:
             if (words := far.silent()) is not None:
                 self._fail(words, "")
+
+    def _look_for_given_up(self) -> None:
+        """The step may go on to something that waits for the rank without end."""
+        if self._worker is not None:
+            try:
+                self._worker.check_ranks()
+            except EngineDead as e:
+                self._fail(str(e), "")
 
     def _look_for_hung(self) -> None:
         oldest = self._submitted[0] if self._submitted else None

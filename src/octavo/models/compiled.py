@@ -54,6 +54,7 @@ class CompiledDecoder:
 
     capturable = False
     makes_logits = True
+    stage = None
 
     def __init__(self, spec: ModelSpec, compiled: Compiled, kinds: Mapping[str, int], kv_scales: Mapping[int, KvScales]) -> None:
         """

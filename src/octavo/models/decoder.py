@@ -24,6 +24,40 @@ from octavo.parallel.group import ALONE, TensorGroup
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 
+class Layers(Protocol):
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None,
+        entering: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`Model.forward` of the layers that are here, with nothing received and nothing sent.
+
+        Args:
+            entering: [tokens, hidden], the residual stream at the first of them, where that is not the model's first. May be overwritten.
+
+        Returns:
+            what `Model.forward` does or, where other layers follow, the residual stream, [tokens, hidden].
+        """
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model's share of a pipeline, for who computes and passes on hidden states in steps of its own."""
+
+    pipeline: Pipeline
+    layers: Layers
+    dtype: torch.dtype
+    """Of hidden states."""
+
+    @property
+    def receives(self) -> bool:
+        """Whether others have the layers before."""
+        return self.pipeline.stage > 0
+
+
 class Model(Protocol):
     """What a worker needs of a model."""
 
@@ -47,6 +81,10 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether a forward pass never waits for the device, so that it can be part of a CUDA graph."""
+
+    @property
+    def stage(self) -> Stage | None:
+        """None: all layers are here."""
 
     @property
     def makes_logits(self) -> bool:
@@ -137,7 +175,7 @@ class Decoder:
         layers = shard.layers(spec.num_layers)
         self._pipeline = pipeline
         self._first, self.makes_logits = shard.first, shard.last
-        self.capturable = shard.stages == 1
+        self.capturable = True
         self.layer_specs = _with_sinks(share.layer_specs, weights)[layers.start : layers.stop]
         self.weights_bytes = weights.nbytes
         self.weights_kinds = weights.kinds
@@ -147,11 +185,13 @@ class Decoder:
         self._first_token = shard.rank * share.vocab_size
         norm = next(t for name, t in weights.tensors.items() if name.endswith("norm"))
         self._dtype, device = norm.dtype, norm.device
+        self.stage = Stage(pipeline, self._run, self._dtype) if shard.stages > 1 else None
         # Gemma was trained with the scale in the model's own precision.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self._dtype))
         self._positions = weights.tensors.get("positions")
         self._head = Linear(weights.linears["head"], weights.tensors.get("head.bias"), ops) if spec.has_head and shard.last else None
         self._embedding_norm = _norm("embed_norm", spec, weights, ops)
+        self._plain_embedding = self._embedding_scale == 1.0 and self._embedding_norm is None and self._positions is None
         self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
         parts = _Parts(share, weights, ops, group, shard)
         self._layers = tuple(_layer(i, parts) for i in layers)
@@ -162,11 +202,32 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """See `Model.forward`."""
+        entering = None
+        if not self._first:
+            place = torch.empty(len(token_ids), self.spec.hidden_size, dtype=self._dtype, device=token_ids.device)
+            entering = self._pipeline.receive(place)
+        hidden = self._run(token_ids, positions, attend, wanted, entering)
+        if not self.makes_logits:
+            self._pipeline.send(hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None,
+        entering: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `Layers`."""
         spec = self.spec
         rotations = [Rotation(table, positions) for table in self._tables]
-        residual = self._enter(token_ids, positions)
+        if entering is None:
+            x, residual = self._enter(token_ids, positions)
+        else:
+            x, residual = self._begin(entering)
         wanted = wanted if self.makes_logits else None
-        x = residual if self._first_norm is None else self._first_norm(residual)
         last = self._layers[-1]
         for index, layer in enumerate(self._layers):
             chosen = wanted if layer is last else None
@@ -181,22 +242,32 @@ class Decoder:
                 continue
             x, residual = self._join(attended, residual, layer.attention_post_norm, layer.mlp_norm)
             x, residual = self._join(layer.mlp(x), residual, layer.mlp_post_norm, layer.next_norm)
-        if not self.makes_logits:
-            self._pipeline.send(residual)
-        return x
+        return x if self.makes_logits else residual
 
-    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The residual stream at this rank's first layer: [tokens, hidden]."""
-        if not self._first:
-            return self._pipeline.receive(torch.empty(len(token_ids), self.spec.hidden_size, dtype=self._dtype, device=token_ids.device))
-        residual = self._embed(token_ids)
+    def _begin(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the first layer here reads, and the residual stream."""
+        return residual if self._first_norm is None else self._first_norm(residual), residual
+
+    def _enter(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_begin` of the model's first layer."""
+        assert self._embedding is not None
+        first_norm = self._first_norm
+        if self._group.size == 1:
+            residual = self._ops.embedding(token_ids, self._embedding)
+        else:
+            part = self._ops.embedding_part(token_ids, self._embedding, self._first_token)
+            if self._plain_embedding and isinstance(first_norm, RmsNorm):
+                joined = self._group.add_norm(part, torch.zeros_like(part), first_norm.weight, first_norm.eps)
+                if joined is not None:
+                    return joined
+            residual = self._group.sum(part)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         if self._positions is not None:
             residual = residual + self._positions[positions]
-        return residual
+        return self._begin(residual)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -219,20 +290,14 @@ class Decoder:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[tokens] -> [tokens, hidden]: each rank gives the rows that it has, and zeros."""
-        assert self._embedding is not None
-        if self._group.size == 1:
-            return self._ops.embedding(token_ids, self._embedding)
-        row = token_ids - self._first_token
-        mine = (row >= 0) & (row < len(self._embedding))
-        found = self._ops.embedding(row.clamp(0, len(self._embedding) - 1), self._embedding)
-        return self._group.sum(found.masked_fill(~mine.unsqueeze(1), 0.0))
-
     def _join(
         self, x: torch.Tensor, residual: torch.Tensor, post_norm: Norm | None, next_norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block's output, of which each rank has a part, to the residual stream; what the next block reads, and the new stream."""
+        if isinstance(next_norm, RmsNorm) and post_norm is None and self.spec.residual_multiplier == 1.0:
+            joined = self._group.add_norm(x, residual, next_norm.weight, next_norm.eps)
+            if joined is not None:
+                return joined
         x = self._group.sum(x)
         if post_norm is not None:
             x = post_norm(x)

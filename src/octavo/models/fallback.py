@@ -230,6 +230,7 @@ class TransformersModel:
 
     capturable = False
     makes_logits = True
+    stage = None
     kv_scales: Mapping[int, KvScales] = MappingProxyType({})
 
     def __init__(self, model: Any, architecture: str, device: torch.device, *, max_length: int) -> None:

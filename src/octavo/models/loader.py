@@ -32,7 +32,7 @@ from octavo.models.registry import model_spec, supported_architectures
 from octavo.models.sharding import Division, Shard, shard_spec
 from octavo.models.spec import ModelSpec
 from octavo.ops.registry import Ops
-from octavo.parallel.group import ALONE, TensorGroup
+from octavo.parallel.group import ALONE, Rows, TensorGroup
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 from octavo.quantization.on_the_fly import OnTheFly
 from octavo.quantization.pieces import Format
@@ -68,6 +68,17 @@ def check_divisible(config: EngineConfig) -> None:
         return
     spec, _, _ = read_spec(config, config.model.hf_config)
     shard_spec(spec, Shard(0, parallel.tensor, parallel.whole_experts and spec.moe is not None, 0, parallel.pipeline))
+
+
+def normed_rows(config: EngineConfig) -> Rows | None:
+    """What ranks add up that is normed at once; None where the model has its norms elsewhere, or sums must not depend on their size."""
+    if config.batch_invariant or config.parallel.tensor == 1 or runs_through_transformers(config):
+        return None
+    spec, _, _ = read_spec(config, config.model.hf_config)
+    if spec.norm != "rms" or spec.norm_placement != "pre" or spec.residual_multiplier != 1.0:
+        return None
+    # So that it ends before the engine is taken for hung, and names who did not come.
+    return Rows(spec.hidden_size, getattr(torch, config.model.dtype), patience=config.reliability.hang_timeout / 2)
 
 
 def load_model(

@@ -164,6 +164,15 @@ class Embedding(Protocol):
         """
 
 
+class EmbeddingPart(Protocol):
+    def __call__(self, token_ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
+        """`Embedding` of a table of which only some rows are here: zeros for tokens whose rows are not.
+
+        Args:
+            table: [rows, dim], of tokens `first` and on.
+        """
+
+
 @dataclass(frozen=True)
 class DrawRows:
     """What the rows of a step want of the last stages of the sampler. All on the device, and all [rows] unless they say."""
@@ -215,6 +224,7 @@ class Ops:
     pack_coded: PackCoded
     linear: Linear
     embedding: Embedding
+    embedding_part: EmbeddingPart
     pack_experts: PackExperts
     pack_coded_experts: PackCodedExperts
     experts: Experts

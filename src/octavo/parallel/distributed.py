@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -18,9 +19,13 @@ from torch.distributed import ProcessGroup, Store, TCPStore  # type: ignore[attr
 
 from octavo.config.types import ParallelConfig
 from octavo.errors import ConfigError
-from octavo.parallel.small_sums import SmallSums, Verdict, off, try_out
+from octavo.parallel.group import Rows
+from octavo.parallel.small_sums import SmallSums, Verdict, off, try_out, what_fails
 from octavo.parallel.symmetric import SymmetricSums
 from octavo.protocol.boot import NO_MULTICAST
+
+if TYPE_CHECKING:
+    from octavo.parallel.fused_sums import FusedSums
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +139,11 @@ class World:
     Rank 0, which the engine talks to, is in the last stage: that one samples. The ranks of a stage are neighbours.
     """
 
-    def __init__(self, meeting: Meeting, parallel: ParallelConfig, device: torch.device) -> None:
+    def __init__(self, meeting: Meeting, parallel: ParallelConfig, device: torch.device, rows: Rows | None = None) -> None:
         """
         Args:
             device: of the tensors that are passed around.
+            rows: what is added up and then normed, if anything is.
         """
         tensor, rank = parallel.tensor, meeting.rank
         if device.type == "cuda":
@@ -154,12 +160,12 @@ class World:
             )
             # Every rank has to call for every group.
             groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
-        verdict = _small_sums(groups[rank // tensor], rank % tensor, parallel, device)
+        verdict, fused = _small_sums(groups[rank // tensor], rank, parallel, device, rows)
         self.sums = verdict.words
         """How small sums go, for people; empty where there is no choice."""
         if self.sums:
             logger.info("Sums over %d GPUs: %s", tensor, self.sums)
-        self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor, small=verdict.small)
+        self.tensor = DistributedGroup(groups[rank // tensor], rank % tensor, tensor, small=verdict.small, fused=fused)
         stage = parallel.pipeline - 1 - rank // tensor
         self.pipeline = DistributedPipeline(stage, parallel.pipeline, before=rank + tensor, behind=rank - tensor)
 
@@ -177,12 +183,18 @@ class World:
             dist.destroy_process_group()
 
 
-def _small_sums(group: ProcessGroup, rank: int, parallel: ParallelConfig, device: torch.device) -> Verdict:
-    """How the ranks of a layer add up what is small. Every rank of the group calls it."""
+def _small_sums(
+    group: ProcessGroup, rank: int, parallel: ParallelConfig, device: torch.device, rows: Rows | None
+) -> tuple[Verdict, FusedSums | None]:
+    """How the ranks of a layer add up what is small, and what is normed then. Every rank of the group calls it.
+
+    Args:
+        rank: among all.
+    """
     if device.type != "cuda" or parallel.tensor == 1:
-        return Verdict(None, "")
+        return Verdict(None, ""), None
     if not parallel.small_sums:
-        return off("turned off by --disable-custom-all-reduce or --batch-invariant")
+        return off("turned off by --disable-custom-all-reduce or --batch-invariant"), None
 
     def reference(x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=group)
@@ -193,8 +205,17 @@ def _small_sums(group: ProcessGroup, rank: int, parallel: ParallelConfig, device
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
         return int(least)
 
-    sums = SymmetricSums(group, rank, parallel.tensor, device, reference=reference, smallest=smallest)
-    return try_out(sums, smallest)
+    size = parallel.tensor
+    sums = SymmetricSums(group, rank % size, size, device, reference=reference, smallest=smallest)
+    verdict = try_out(sums, smallest)
+    if verdict.small is None or rows is None:
+        return verdict, None
+    from octavo.parallel.fused_sums import FusedSums  # Triton, which is not everywhere
+
+    fused = FusedSums(group, rank % size, size, device, rows, reference=reference, first=rank // size * size)
+    why = what_fails(fused, smallest)
+    words = f"{verdict.words}; {fused.described if why is None else f'norms in kernels of their own: {why}'}"
+    return Verdict(verdict.small, words), fused if why is None else None
 
 
 class DistributedGroup:
@@ -202,13 +223,17 @@ class DistributedGroup:
 
     Args:
         small: adds up what it takes; all else, or everything, goes through torch.distributed.
+        fused: adds up and norms what it takes.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int, *, small: SmallSums | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup, rank: int, size: int, *, small: SmallSums | None = None, fused: FusedSums | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self._group = group
         self._small = small
+        self._fused = fused
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorGroup.sum`."""
@@ -218,6 +243,17 @@ class DistributedGroup:
             return total
         dist.all_reduce(x, group=self._group)
         return x
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `TensorGroup.add_norm`."""
+        return None if self._fused is None else self._fused.add_norm(x, residual, weight, eps)
+
+    def check(self) -> None:
+        """See `Ranks.check`."""
+        if self._fused is not None:
+            self._fused.check()
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         """See `TensorGroup.side_by_side`."""

@@ -16,6 +16,16 @@ from octavo.config.types import ParallelConfig
 from octavo.parallel.pipeline import NO_PIPELINE, Pipeline
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a model adds up and then norms."""
+
+    dim: int
+    dtype: torch.dtype
+    patience: float
+    """Seconds that a GPU waits for another one in a step, before the step is given up."""
+
+
 class TensorGroup(Protocol):
     """Every rank calls the same methods in the same order, with tensors of the same shape."""
 
@@ -33,6 +43,15 @@ class TensorGroup(Protocol):
             x: contiguous.
         """
 
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`sum` of x, then `ops.registry.AddRmsNorm`, at once; None, and nothing done, where that is not for one kernel.
+
+        Args:
+            x, residual: [tokens, dim] contiguous; residual the same on all ranks. Both may be overwritten.
+        """
+
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' x [rows, n] -> [rows, size * n], in the order of the ranks."""
 
@@ -45,6 +64,11 @@ class Alone:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
 
     def side_by_side(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -67,6 +91,8 @@ class Ranks:
     """Among the ranks of this host: which GPU it takes."""
     sums: str = ""
     """How small sums over `group` go, for people."""
+    check: Callable[[], None] = lambda: None
+    """After a step has ended: raises if a rank of `group` did not take part in it."""
     close: Callable[[], None] = lambda: None
     """Leave the others."""
 

@@ -31,8 +31,8 @@ class SmallSums(Protocol):
         """The sum of all ranks' x; None where that is not for this way. Which it is depends on nothing that could differ between ranks."""
 
 
-class Candidate(SmallSums, Protocol):
-    """One that has not proved itself. Its steps are called in this order, each only after the one before has gone well on all ranks."""
+class Trial(Protocol):
+    """A way that has not proved itself. Its steps are called in this order, each only after the one before has gone well on all ranks."""
 
     def unusable(self) -> str | None:
         """Why it cannot be here; None if nothing speaks against it. Quick, and touches nothing."""
@@ -47,6 +47,10 @@ class Candidate(SmallSums, Protocol):
         """It will not be used."""
 
 
+class Candidate(SmallSums, Trial, Protocol):
+    """Small sums on trial."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Which way sums go, and why."""
@@ -56,8 +60,8 @@ class Verdict:
     words: str
 
 
-def try_out(candidate: Candidate, smallest: Callable[[int], int]) -> Verdict:
-    """The verdict, the same on every rank.
+def what_fails(candidate: Trial, smallest: Callable[[int], int]) -> str | None:
+    """Goes through the steps of a trial. None if all have gone well on all ranks; else a reason, on every rank, and it is closed.
 
     Args:
         smallest: of the numbers that all ranks give.
@@ -65,7 +69,6 @@ def try_out(candidate: Candidate, smallest: Callable[[int], int]) -> Verdict:
     Raises:
         OctavoError: a test has left a GPU unusable.
     """
-    began = time.monotonic()
     for step in (candidate.unusable, candidate.open, lambda: candidate.test(TEST_SECONDS)):
         why: str | None
         try:
@@ -77,7 +80,16 @@ def try_out(candidate: Candidate, smallest: Callable[[int], int]) -> Verdict:
         # Everybody answers, also who has failed: the others wait for it.
         if not smallest(int(why is None)):
             candidate.close()
-            return Verdict(None, f"NCCL for all sizes: {why or 'another rank cannot use symmetric memory'}")
+            return why or "another rank cannot use symmetric memory"
+    return None
+
+
+def try_out(candidate: Candidate, smallest: Callable[[int], int]) -> Verdict:
+    """The verdict, the same on every rank. See `what_fails`."""
+    began = time.monotonic()
+    why = what_fails(candidate, smallest)
+    if why is not None:
+        return Verdict(None, f"NCCL for all sizes: {why}")
     return Verdict(candidate, f"{candidate.described}; self-test passed in {time.monotonic() - began:.1f} s")
 
 

@@ -8,6 +8,10 @@ among them. A step takes the next larger one, and the rows and tokens it lacks c
 to step is data: slots, positions, what rows want of the sampler, new block-table entries and the attention plan fill a line of
 pinned memory, which the graph reads itself, as it writes the tokens into another (`ops/triton/step_ring.py`).
 
+A stage of a pipeline receives hidden states in front of its graph, into a buffer of fixed address, and sends its own behind it: of the
+step's tokens, so that each stage takes the shape that it has. Where other layers follow, the graph ends in hidden states, and nothing is
+drawn.
+
 All graphs share one memory pool, which works because no two of them are ever in the stream at once in another order than launched.
 On a CPU the same step runs uncaptured, for tests.
 """
@@ -60,9 +64,10 @@ class Captured:
 
     layout: Layout
     compute: Callable[[], torch.Tensor]
-    """Run the step up to the logits, [rows of the shape, vocab]. They hold until the next step."""
+    """Run the step up to the logits, [rows of the shape, vocab], or to what another stage goes on with, [tokens of the shape, hidden].
+    They hold until the next step."""
     finish: Callable[[], None]
-    """Draw from those logits, and publish the tokens."""
+    """Draw from logits, and publish the tokens."""
     lines: list[Columns[npt.NDArray[np.int32]]]
     """Views of each line of the upload ring, made once: a step has no time for it."""
 
@@ -91,6 +96,7 @@ class StepGraphs:
         self._state = state
         self._draw = draw
         self._device = tables.device
+        self._stage = model.stage
         kinds = len(tables.kinds)
         self._layouts = {shape: Layout(shape, attention.graph_plan_size(shape), tables.block_size, kinds) for shape in shapes}
         rows, tokens = max(shape.rows for shape in shapes), max(shape.tokens for shape in shapes)
@@ -103,6 +109,10 @@ class StepGraphs:
         self._inputs = StepInputs.allocate(rows, tokens, tables.first_column, self._device, kinds=kinds)
         self._out = torch.zeros(rows, dtype=torch.int32, device=self._device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._entering: torch.Tensor | None = None
+        """What the stage before has sent."""
+        if self._stage is not None and self._stage.receives:
+            self._entering = torch.zeros(tokens, model.spec.hidden_size, dtype=self._stage.dtype, device=self._device)
         self._ready: list[Captured] = []
         """Ascending by tokens; of equal ones, decodes first, then those with room for few rows."""
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -121,7 +131,9 @@ class StepGraphs:
             with torch.cuda.stream(self._stream):
                 self._run_empty(compute, draw)  # Whatever is compiled, loaded or chosen at first use must not be so during a capture.
                 replay, logits = self._record(compute)
-                finish, _ = self._record(lambda: draw(logits))
+                finish = _nothing_to_draw
+                if self._model.makes_logits:
+                    finish, _ = self._record(lambda: draw(logits))
             self._stream.synchronize()
             compute = _returning(replay, _borrowed(logits))
         layout = self._layouts[shape]
@@ -180,9 +192,19 @@ class StepGraphs:
             gather_step_inputs(
                 columns.slots, columns.contexts, header[NUM_ROWS], tables.tokens, tables.kinds, tables.block_size, inputs, **chunks
             )
-            return self._model.compact_logits(self._model.forward(inputs.token_ids, inputs.positions, attend, last))
+            if self._stage is None:
+                return self._model.compact_logits(self._model.forward(inputs.token_ids, inputs.positions, attend, last))
+            # Layers add to what enters in place: rows that later steps do not fill would grow with each of them.
+            entering = None if self._entering is None else self._entering[: shape.tokens].clone()
+            hidden = self._stage.layers(inputs.token_ids, inputs.positions, attend, last, entering)
+            if self._model.makes_logits:
+                return self._model.compact_logits(hidden)
+            publish(self._out[:1], self._nothing, self._tokens.tensor, self._device_turn)
+            return hidden
 
         def draw(logits: torch.Tensor) -> None:
+            if not self._model.makes_logits:
+                return
             self._draw(logits, draws, self._state.numbers, out, tables.tokens)
             publish(out, header[NUM_SAMPLED], self._tokens.tensor, self._device_turn)
 
@@ -223,20 +245,29 @@ class StepGraphs:
             Overwritten when as many steps as the ring has lines have been launched after it.
         """
         turn = self._turn
-        self._fill(plan, captured.layout.shape, captured.lines[turn])
-        captured.compute()
+        self._compute(plan, captured)
         captured.finish()
-        self._turn = (turn + 1) % len(self._uploads.array)
         return self._tokens.tensor[turn, : int(np.count_nonzero(plan.sample))]
 
     def compute(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
         """`launch` up to the logits of the sampled rows, [sampled rows, vocab]: they may be overwritten, and hold until the next step."""
-        turn = self._turn
-        self._fill(plan, captured.layout.shape, captured.lines[turn])
-        logits = captured.compute()
+        logits = self._compute(plan, captured)
         publish(self._out[:1], self._nothing, self._tokens.tensor, self._device_turn)
-        self._turn = (turn + 1) % len(self._uploads.array)
         return logits[: int(np.count_nonzero(plan.sample))]
+
+    def pass_on(self, plan: StepPlan, captured: Captured) -> None:
+        """`launch` of a stage with others behind it, which get its hidden states."""
+        assert self._stage is not None
+        self._stage.pipeline.send(self._compute(plan, captured)[: plan.num_tokens])
+
+    def _compute(self, plan: StepPlan, captured: Captured) -> torch.Tensor:
+        """Tell the graph what the step is, and replay it."""
+        self._fill(plan, captured.layout.shape, captured.lines[self._turn])
+        if self._stage is not None and self._entering is not None:
+            self._stage.pipeline.receive(self._entering[: plan.num_tokens])
+        computed = captured.compute()
+        self._turn = (self._turn + 1) % len(self._uploads.array)
+        return computed
 
     def _fill(self, plan: StepPlan, shape: GraphShape, columns: Columns[npt.NDArray[np.int32]]) -> None:
         state, rows, diffs = self._state, len(plan.slots), 0 if plan.init else len(plan.table_slots)
@@ -284,6 +315,10 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     strides = tuple(n * tensor.itemsize for n in tensor.stride())
     place = _Place(tuple(tensor.shape), strides, tensor.data_ptr(), {2: "<i2", 4: "<i4"}[tensor.itemsize])
     return torch.as_tensor(place, device=tensor.device).view(tensor.dtype)
+
+
+def _nothing_to_draw() -> None:
+    """Of a stage without logits."""
 
 
 def _returning(replay: Callable[[], None], result: T) -> Callable[[], T]:

@@ -121,6 +121,7 @@ class Runner:
         self._graphs = graphs
         self._divisible = divisible
         self._calibration = calibration
+        self._first_stage = model.stage is not None and not model.stage.receives
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -136,14 +137,17 @@ class Runner:
         if self._graphs is not None and captured is not None:
             if plan.init:
                 self._tables.update(plan)
+            self._hear(plan)
             self._copy_blocks(plan)
-            sampled = self._replay(self._graphs, plan, captured, slots)
+            if self._model.makes_logits:
+                sampled = self._replay(self._graphs, plan, captured, slots)
+            else:
+                sampled = []
+                self._graphs.pass_on(plan, captured)
             clock.stop()
             return Launched(plan.step_id, slots, sampled, [], clock)
         self._tables.update(plan)
-        if plan.told is not None and len(plan.told):
-            rows = len(plan.told)
-            self._tables.write_sampled(*upload_many([plan.slots[:rows], plan.start[:rows], plan.told], self._tables.device))
+        self._hear(plan)
         self._copy_blocks(plan)
         sampled, prompt_scores = self._compute(plan) if plan.num_tokens else ([], [])
         clock.stop()
@@ -177,6 +181,12 @@ class Runner:
         if plan.forced is not None:
             known = plan.forced
             self._tables.write_sampled(*upload_many([known.slots, known.positions, known.tokens], self._tables.device))
+
+    def _hear(self, plan: StepPlan) -> None:
+        """Note the tokens that another stage has sampled. The last one knows them, and between the two nobody reads any."""
+        if plan.told is not None and len(plan.told) and self._first_stage:
+            rows = len(plan.told)
+            self._tables.write_sampled(*upload_many([plan.slots[:rows], plan.start[:rows], plan.told], self._tables.device))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if len(plan.copy_src):

@@ -174,11 +174,24 @@ class Worker:
             raise
 
     def collect(self) -> StepResult:
-        """The result of the oldest step not collected yet; waits for it."""
+        """The result of the oldest step not collected yet; waits for it.
+
+        Raises:
+            EngineDead: a rank did not take part in it.
+        """
         result = _settled(self._launched.popleft())
+        self.check_ranks()
         if result.errors:
             result.errors = self._diagnosis.explain(list(result.errors))
         return result
+
+    def check_ranks(self) -> None:
+        """From any thread.
+
+        Raises:
+            EngineDead: the device has given up waiting for another rank.
+        """
+        self._ranks.check()
 
     def preparation_due(self, *, idle: bool) -> bool:
         """Whether `prepare` would do something."""

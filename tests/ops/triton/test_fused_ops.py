@@ -9,6 +9,7 @@ import torch
 
 from octavo.ops import reference
 from octavo.ops.triton import rope_cache as rope_cache_module
+from octavo.ops.triton.embedding import embedding_part
 from octavo.ops.triton.gated_mul import gated_mul
 from octavo.ops.triton.gather_inputs import StepInputs, gather_step_inputs
 from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
@@ -52,6 +53,17 @@ def test_gated_mul(activation: str, dtype: torch.dtype, device: torch.device) ->
     x = (torch.randn(5, 2 * 1100, device=device) * 3).to(dtype)
     expected = reference.OPS.gated_mul(x.double(), activation)  # type: ignore[arg-type]
     assert relative_error(gated_mul(x, activation), expected) < 5e-3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dim", [48, 1100])
+def test_a_part_of_an_embedding(dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    table, first = torch.randn(10, dim, device=device).to(dtype), 20
+    tokens = torch.tensor([25, 19, 30, 20, 29, 0, 500, 25], device=device)
+    part = embedding_part(tokens, table, first)
+    assert torch.equal(part, reference.OPS.embedding_part(tokens, table, first))
+    assert torch.equal(part[0], table[5]) and torch.equal(part[3], table[0])
+    assert part.any(1).tolist() == [True, False, False, True, True, False, False, True]
+    assert embedding_part(tokens[:0], table, first).shape == (0, dim)
 
 
 def test_no_tokens(dtype: torch.dtype, device: torch.device) -> None:

@@ -6,6 +6,8 @@ On a CPU the kernels run in the interpreter and the graphs' steps uncaptured: sl
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +19,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from octavo.attention.base import GraphShape
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.attention.triton import TritonAttention
+from octavo.config.types import ParallelConfig
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
+from octavo.ops import triton
 from octavo.ops.registry import load_ops
 from octavo.ops.triton.launch import compiling_only
 from octavo.protocol.params import SamplingParams
@@ -27,11 +31,12 @@ from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.graph_layout import Layout, capture_plan
 from octavo.worker.graphs import Captured, StepGraphs
-from octavo.worker.runner import Runner, settle
+from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
 from octavo.worker.warmup import rehearsal_steps
 from tests.support.engine_configs import engine_config
 from tests.support.step_plans import Plans, Row, slot_init
+from tests.support.thread_group import ThreadPipeline
 
 BLOCK, VOCAB, SLOTS, LENGTH, BLOCKS = 4, 150, 6, 64, 40
 QWEN: dict[str, Any] = {
@@ -71,14 +76,16 @@ class Spy:
         self.sampled.append(captured.layout.shape)
         return self.graphs.compute(plan, captured)
 
+    def pass_on(self, plan: StepPlan, captured: Captured) -> None:
+        self.launches.append(captured.layout.shape)
+        self.graphs.pass_on(plan, captured)
+
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Model]:
     """The same random weights, with plain and with Triton operations."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = engine_config(hf_config=QWEN, architecture="Qwen3ForCausalLM", dtype="float16", vocab_size=VOCAB)
-    from octavo.ops import triton
-
     plain = load_ops("reference")
     kernels = triton.overrides()
     return {name: load_model(config, ops, device, lambda *_: None) for name, ops in (("plain", plain), ("kernels", _with(plain, kernels)))}
@@ -174,6 +181,47 @@ def test_kernels_and_graphs_give_the_tokens_of_plain_torch(models: dict[str, Mod
     assert few not in spy.launches
     assert spy.sampled == [small]
     assert len({t for step in expected for t in step.values()}) > 5
+
+
+class Stages:
+    """Runners of a pipeline's stages as one: each gets every plan, the first one the newest tokens with it."""
+
+    def __init__(self, runners: list[Runner]) -> None:
+        self._runners = runners
+        self._newest: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan) -> Launched:
+        for entering in plan.init:
+            self._newest.pop(entering.slot, None)
+        decodes = itertools.takewhile(lambda row: row[0] in self._newest, zip(plan.slots.tolist(), plan.count.tolist(), strict=True))
+        plan.told = np.array([self._newest[slot] for slot, _ in decodes], np.int32)
+        *before, last = (runner.launch(plan) for runner in self._runners)
+        for launched in before:
+            assert not settle(launched).tokens.any()
+        result = settle(last)
+        self._newest |= dict(zip(result.slots.tolist(), result.tokens.tolist(), strict=True))
+        return last
+
+
+@pytest.mark.parametrize("captured", [(True, True), (True, False), (False, True)])
+def test_stages_with_graphs_give_the_tokens_of_one_rank(
+    captured: tuple[bool, bool], models: dict[str, Model], device: torch.device
+) -> None:
+    """Each stage takes the shapes that it has: what is passed on is the step's tokens, not the shape's."""
+    expected = play(runner_of(models["plain"], device, kernels=False, graphs=False)[0])
+    queues: list[queue.SimpleQueue[torch.Tensor]] = [queue.SimpleQueue()]
+    config = engine_config(hf_config=QWEN, architecture="Qwen3ForCausalLM", dtype="float16", vocab_size=VOCAB)
+    config = dataclasses.replace(config, parallel=ParallelConfig(pipeline=2))
+    ops = _with(load_ops("reference"), triton.overrides())
+    runners, spies = [], []
+    for stage, graphs in enumerate(captured):
+        model = load_model(config, ops, device, lambda *_: None, pipeline=ThreadPipeline(stage, queues))
+        assert model.makes_logits == (stage == 1) and model.capturable
+        runner, spy = runner_of(model, device, kernels=True, graphs=graphs)
+        runners.append(runner)
+        spies.append(spy)
+    assert play(Stages(runners)) == expected  # type: ignore[arg-type]
+    assert [spy is not None and len(spy.launches) > 10 for spy in spies] == list(captured)
 
 
 def test_a_shape_is_chosen_by_what_a_step_needs(models: dict[str, Model], device: torch.device) -> None:

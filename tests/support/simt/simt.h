@@ -1,5 +1,7 @@
 // The functions of octavo/ops/cuda/kernels/simt.h on a CPU: the threads of a block are contexts that take turns at barriers.
 
+#include <sched.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -412,6 +414,35 @@ INLINE void load_fresh(float (&r)[N], const float* p, bool there) {
   memcpy(r, p, 4 * N);
 }
 INLINE U4 load_fresh16(const float* p) { return stream16(p); }
+
+INLINE void store16(void* p, const U4& x) {
+  if ((uintptr_t)p % 16) abort();
+  memcpy(p, x.v, 16);
+}
+INLINE void put_number(u32* p, u32 x) { *p = x; }
+INLINE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
+INLINE int lowest_bit(u32 x) { return __builtin_ctz(x); }
+
+// Between the threads that play GPUs.
+INLINE void put_words(void* p, u64 a, u64 b) {
+  if ((uintptr_t)p % 16) abort();
+  __atomic_store_n((u64*)p, a, __ATOMIC_RELAXED);
+  __atomic_store_n((u64*)p + 1, b, __ATOMIC_RELAXED);
+}
+INLINE void get_words(u64& a, u64& b, const void* p) {
+  if ((uintptr_t)p % 16) abort();
+  b = __atomic_load_n((const u64*)p + 1, __ATOMIC_RELAXED);
+  a = __atomic_load_n((const u64*)p, __ATOMIC_RELAXED);
+}
+INLINE void announce(u32* p, u32 x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
+INLINE u32 announced(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+INLINE void tell_host(u32* p, u32 x) { __atomic_store_n(p, x, __ATOMIC_RELAXED); }
+INLINE u64 nanoseconds() {
+  sched_yield();  // who asks waits for another thread
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (u64)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 static std::function<void()> body;
 static void enter() {

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from octavo.config.types import EngineConfig
+from octavo.errors import EngineDead
 from octavo.executor.inline import InlineExecutor
+from octavo.parallel.group import Ranks
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import StepResult
 from octavo.worker.worker import Worker
@@ -241,6 +243,21 @@ def test_nan_fails_its_request_alone(worker: Worker, monkeypatch: pytest.MonkeyP
 def test_a_step_of_frees_only(worker: Worker) -> None:
     result = Driver(worker).step([], free=[0, 1])
     assert len(result.slots) == len(result.tokens) == 0
+
+
+def test_a_step_that_a_rank_took_no_part_in_has_no_result() -> None:
+    gone: list[str] = []
+
+    def check() -> None:
+        if gone:
+            raise EngineDead(gone[0])
+
+    driver = Driver(Worker(small_config(), lambda *_: None, ranks=Ranks(check=check)))
+    init = [slot_init(0, prompt_of(0, 5), driver.blocks(8))]
+    assert len(driver.step([Row(0, 0, 5, True)], init=init).tokens) == 1
+    gone.append("Rank 1 did not take part")
+    with pytest.raises(EngineDead, match="Rank 1"):
+        driver.step([Row(0, 5, 1, True)])
 
 
 def test_report_and_executor() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.ops.reference.activation import gated_mul
 from octavo.ops.reference.experts import experts, pack_coded_experts, pack_experts
-from octavo.ops.reference.linear import embedding, linear, pack_linear
+from octavo.ops.reference.linear import embedding, embedding_part, linear, pack_linear
 from octavo.ops.reference.low_bit import pack_low_bit
 from octavo.ops.reference.norm import add_rms_norm, rms_norm
 from octavo.ops.reference.rope import rope
@@ -19,6 +19,7 @@ OPS = Ops(
     pack_coded=pack_low_bit,
     linear=linear,
     embedding=embedding,
+    embedding_part=embedding_part,
     pack_experts=pack_experts,
     pack_coded_experts=pack_coded_experts,
     experts=experts,

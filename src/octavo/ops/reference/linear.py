@@ -22,3 +22,10 @@ def linear(x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> 
 def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """See `ops.registry.Embedding`."""
     return F.embedding(token_ids, table)
+
+
+def embedding_part(token_ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
+    """See `ops.registry.EmbeddingPart`."""
+    row = token_ids - first
+    here = (row >= 0) & (row < len(table))
+    return F.embedding(row.clamp(0, len(table) - 1), table).masked_fill(~here.unsqueeze(1), 0.0)

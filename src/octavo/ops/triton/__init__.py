@@ -7,6 +7,7 @@ from typing import Any
 
 def overrides() -> dict[str, Any]:
     """The operations of `ops.registry.Ops` that these kernels replace."""
+    from octavo.ops.triton.embedding import embedding_part
     from octavo.ops.triton.experts import experts
     from octavo.ops.triton.gated_mul import gated_mul
     from octavo.ops.triton.launch import prefer_shared_memory
@@ -23,6 +24,7 @@ def overrides() -> dict[str, Any]:
         "pack_linear": linear.pack,
         "pack_coded": linear.pack_coded,
         "linear": linear.linear,
+        "embedding_part": embedding_part,
         "experts": experts,
         "draw": draw_tokens,
     }
@@ -33,6 +35,7 @@ def invariant_overrides() -> dict[str, Any]:
 
     What is not named here keeps its plain implementation: a new fused operation is not batch-invariant until it is shown to be.
     """
+    from octavo.ops.triton.embedding import embedding_part
     from octavo.ops.triton.gated_mul import gated_mul
     from octavo.ops.triton.invariant_matmul import invariant_linear
     from octavo.ops.triton.rms_norm import add_rms_norm, rms_norm
@@ -43,6 +46,7 @@ def invariant_overrides() -> dict[str, Any]:
         "add_rms_norm": add_rms_norm,
         "gated_mul": gated_mul,
         "linear": invariant_linear,
+        "embedding_part": embedding_part,
         "keeps_low_bit": False,  # it unpacks them anew in every step
         "draw": draw_tokens,
     }

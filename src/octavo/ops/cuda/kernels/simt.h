@@ -292,3 +292,27 @@ INLINE U4 load_fresh16(const float* p) {
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3]) : "l"(p));
   return r;
 }
+
+INLINE void store16(void* p, const U4& x) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(x.v[0]), "r"(x.v[1]), "r"(x.v[2]), "r"(x.v[3]) : "memory");
+}
+INLINE void put_number(u32* p, u32 x) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+INLINE float inverse_root(float x) { return rsqrtf(x); }
+INLINE int lowest_bit(u32 x) { return __ffs(x) - 1; }
+
+// Between GPUs, and with the host. Words of 8 bytes are seen whole, one before the other or after it.
+INLINE void put_words(void* p, u64 a, u64 b) { asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(p), "l"(a), "l"(b) : "memory"); }
+INLINE void get_words(u64& a, u64& b, const void* p) { asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory"); }
+// Whoever sees this number sees all that the block wrote before its last barrier.
+INLINE void announce(u32* p, u32 x) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+INLINE u32 announced(const u32* p) {
+  u32 r;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+INLINE void tell_host(u32* p, u32 x) { asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+INLINE u64 nanoseconds() {
+  u64 r;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(r));
+  return r;
+}
