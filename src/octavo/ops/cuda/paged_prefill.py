@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.chunk_plan import ITEM_FIELDS
+from octavo.ops.cuda.chunk_plan import ITEM_FIELDS, Int32
 from octavo.ops.cuda.compiler import in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
@@ -39,6 +39,7 @@ class Form:
     """Of a tile."""
     turns: bool = True
     """Whether warpgroups ask for products in turns."""
+    overlap: bool = True
     lazy: bool = True
     """Whether sums are multiplied only where a maximum rose."""
 
@@ -70,7 +71,14 @@ class Form:
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
-        more = {"WARPGROUPS": self.warpgroups, "KEYS": self.keys, "SLOTS": self.slots, "TURNS": self.turns, "LAZY": self.lazy}
+        more = {
+            "WARPGROUPS": self.warpgroups,
+            "KEYS": self.keys,
+            "SLOTS": self.slots,
+            "TURNS": self.turns,
+            "LAZY": self.lazy,
+            "OVERLAP": self.overlap,
+        }
         return {name: int(value) for name, value in (names | more | {"WARPGROUP": 1}).items()}
 
 
@@ -92,6 +100,12 @@ def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: 
     if head_dim not in (64, 128) or block % 16 or group > 32:
         return None
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group)
+
+
+def fills(count: Int32, form: Form, sms: int) -> bool:
+    """Whether chunks of `count` tokens have enough items for all SMs, by what was measured. Triton's kernel cuts keys into parts."""
+    items = int((-(-count // form.tokens)).sum())
+    return items * form.kv_heads >= 2 * sms
 
 
 def source(form: Form, machine: str) -> str:

@@ -121,6 +121,17 @@ INLINE void copy_items(const Args& p, const Map& queries, const Map& keys, const
     const Item following = item_of(p, turn + 1);
     const int tiles = tiles_of(item);
     int next_blocks = 0, earlier_blocks = 0;
+#if !OVERLAP
+    for (int tile = 0; tile < tiles; tile++) {
+      if (tile % AHEAD == 0) {
+        if (tile > 0) blocks = next_blocks;
+        next_blocks = tile + AHEAD < tiles ? load_blocks(p, item, tile + AHEAD, copier, lane) : load_blocks(p, following, 0, copier, lane);
+      }
+      copy_tile<false>(keys, l, item, tile, blocks, place, copier, lane);
+      if (tile == 0 && copier == 0 && lane == 0) copy_queries(queries, l, item, turn);
+      copy_tile<true>(values, l, item, tile, blocks, place, copier, lane);
+    }
+#else
     // Keys are a tile ahead of values.
     for (int tile = 0; tile <= tiles; tile++) {
       if (tile < tiles) {
@@ -133,6 +144,7 @@ INLINE void copy_items(const Args& p, const Map& queries, const Map& keys, const
       }
       if (tile > 0) copy_tile<true>(values, l, item, tile - 1, tile < tiles && tile % AHEAD == 0 ? earlier_blocks : blocks, place, copier, lane);
     }
+#endif
     item = following, blocks = next_blocks;
   }
 }
@@ -254,6 +266,39 @@ UNROLL
     for (int i = 0; i < DIM / 2; i++) sums[i] = 0.0f;
 
     wait_at(l.queries_full, turn & 1);
+#if !OVERLAP
+    for (int tile = 0; tile < tiles; tile++) {
+      if (tile > 0) {
+        wait_at(l.full + 8 * place.slot, place.round);
+        begin_products();
+        multiply_values(sums, weights, l, place);
+        wait_for_products();
+        settle(sums);
+        if (lane == 0) arrive_at(l.empty + 8 * place.slot);
+        move_on(place);
+      }
+      wait_at(l.full + 8 * place.slot, place.round);
+      begin_products();
+      multiply_keys(scores, l, place, group);
+      wait_for_products();
+      settle(scores);
+      if (lane == 0) arrive_at(l.empty + 8 * place.slot);
+      move_on(place);
+      if (tile >= masked) {
+        const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
+        hide(scores, left, lane);
+      }
+      weigh(scores, rows, fade, p.scale);
+#if LAZY
+      if (any_lane(fade[0] != 1.0f || fade[1] != 1.0f))
+#endif
+      {
+UNROLL
+        for (int i = 0; i < DIM / 2; i++) sums[i] *= fade[i >> 1 & 1];
+      }
+      pack(weights, scores);
+    }
+#else
     wait_at(l.full + 8 * place.slot, place.round);
     begin_products();
     multiply_keys(scores, l, place, group);
@@ -282,6 +327,8 @@ UNROLL
         hide(scores, left, lane);
       }
       weigh(scores, rows, fade, p.scale);
+      // A branch on what all weights went into: without one, the compiler waits for the products before it weighs.
+      wait_for_loads(as_bits(rows.sum[0]), as_bits(rows.sum[1]));
       wait_for_products();
       settle(sums);
       if (lane == 0) arrive_at(l.empty + 8 * place.slot);
@@ -296,6 +343,7 @@ UNROLL
       }
       pack(weights, scores);
     }
+#endif
     if (lane == 0) arrive_at(l.queries_empty);
     wait_at(l.full + 8 * place.slot, place.round);
     if (tiles * KEYS > item.context) clear_values(l, place, item.context - (tiles - 1) * KEYS, group, warp % 4 * 32 + lane);
@@ -327,10 +375,10 @@ KERNEL_TOGETHER(paged_prefill, CONSUMERS + 32 * COPIERS, 1)(Args p, CONSTANT_MAP
   wait_for_inputs();
   release_dependents();
   if (warp >= CONSUMERS / 32) {
-    leave_registers<WARPGROUPS == 2 ? 24 : 32>();
+    leave_registers<WARPGROUPS == 2 ? 40 : 32>();
     copy_items(p, queries, keys, values, l, warp - CONSUMERS / 32, lane);
   } else {
-    take_registers<WARPGROUPS == 2 ? 240 : 160>();
+    take_registers<WARPGROUPS == 2 ? 232 : 160>();
     attend_items(p, l, warp, lane);
   }
 }
