@@ -275,8 +275,9 @@ INLINE void score_mma(float (&d)[KEYS / 2], u32 q, u32 k, int byte, bool add) {
   }
 }
 // The second operand: 16 rows, 64 elements of each, then the next 64.
-INLINE void value_mma(float (&d)[DIM / 2], const u32 (&a)[4], u32 v) {
+INLINE void value_mma(float (&d)[DIM / 2], const u32 (&a)[4], u32 v, int byte) {
   int lane = current & 31;
+  v += byte;
   if (v % 1024) abort();
   show(a, 0, 0);
   for (int i = 0; i < DIM / 2; i++) {
@@ -395,6 +396,7 @@ INLINE void arrive_at(u32 bar) {
 INLINE void wait_at(u32 bar, int parity) {
   while ((phases.at(bar).completed & 1) == parity) others_turn();
 }
+INLINE void sleep_at(u32 bar, int parity) { wait_at(bar, parity); }
 static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 bar) {
   if (to % (map.exchanged ? 1024 : 128)) abort();
   const int64_t bytes = 4 * map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.box[4];

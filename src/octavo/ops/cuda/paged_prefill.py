@@ -138,10 +138,10 @@ INLINE void score_mma(float (&d)[{keys}], u32 q, u32 k, int byte, bool add) {{
                : {score_operands}
                : "l"(swizzled_operand(q, byte)), "l"(swizzled_operand(k, byte)), "r"((int)add));
 }}
-INLINE void value_mma(float (&d)[{dim}], const u32 (&a)[4], u32 v) {{
+INLINE void value_mma(float (&d)[{dim}], const u32 (&a)[4], u32 v, int byte) {{
   asm volatile("wgmma.mma_async.sync.aligned.m64n{form.head_dim}k16.f32.{dtype}.{dtype} {{{values}}}, {{{a}}}, %{dim + 4}, 1, 1, 1, 1;"
                : {value_operands}
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(transposed_operand(v, 2048)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(transposed_operand(v, byte, 2048)));
 }}
 """
 

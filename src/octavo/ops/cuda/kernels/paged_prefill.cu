@@ -19,6 +19,9 @@
 #define AHEAD (32 / LANES)                       // tiles whose block numbers a warp holds
 #define STEPS (DIM / 16)
 #define NOTHING -1.0e30f
+#define SLACK 8.0f
+#define BEFORE (PAGES / 2)  // pages of a tile that are weighed before the products are waited for
+#define REST sleep_at
 
 struct Args {
   const int* items;
@@ -88,7 +91,7 @@ INLINE void copy_tile(const Map& map, const Layout& l, const Item& item, int til
 UNROLL
   for (int i = 0; i < SHARE; i++) pages += copier + i * COPIERS < PAGES && tile * KEYS + (copier + i * COPIERS) * 16 < item.context;
   if (lane == 0) {
-    wait_at(l.empty + 8 * place.slot, place.round ^ 1);
+    REST(l.empty + 8 * place.slot, place.round ^ 1);
     expect_bytes(full, pages * (HALVES * 2048));
   }
 UNROLL
@@ -106,7 +109,7 @@ UNROLL
 }
 
 INLINE void copy_queries(const Map& queries, const Layout& l, const Item& item, int turn) {
-  wait_at(l.queries_empty, (turn & 1) ^ 1);
+  REST(l.queries_empty, (turn & 1) ^ 1);
   expect_bytes(l.queries_full, HALVES * TOKENS * GROUP * 128);
 UNROLL
   for (int half = 0; half < HALVES; half++)
@@ -168,7 +171,7 @@ UNROLL
 
 INLINE void multiply_values(Sums& sums, const u32 (&weights)[PAGES][4], const Layout& l, const Place& place) {
 UNROLL
-  for (int page = 0; page < PAGES; page++) value_mma(sums, weights[page], l.ring + place.slot * TILE_BYTES + page * (HALVES * 2048));
+  for (int page = 0; page < PAGES; page++) value_mma(sums, weights[page], l.ring + place.slot * TILE_BYTES, page * (HALVES * 2048));
   close_products();
 }
 
@@ -185,8 +188,13 @@ UNROLL
   }
 }
 
-// Scores become weights; what was summed before fades.
-INLINE void weigh(Scores& scores, Rows& rows, float (&fade)[2], float scale) {
+// What a tile's weights are measured by, and by how much what was summed before fades.
+struct Measure {
+  float less[2], fade[2];
+};
+
+INLINE Measure measure(const Scores& scores, Rows& rows, float scale) {
+  Measure m;
 UNROLL
   for (int h = 0; h < 2; h++) {
     float most[2] = {scores[2 * h], scores[2 * h + 1]};
@@ -197,20 +205,40 @@ UNROLL
     most[0] = larger(rows.most[h], larger(most[0], most[1]));
     most[0] = larger(most[0], of_neighbour<1>(most[0]));
     most[0] = larger(most[0], of_neighbour<2>(most[0]));
-    fade[h] = power_of_2((rows.most[h] - most[0]) * scale);
-    rows.most[h] = most[0];
-    const float less = most[0] * scale;
+    // It may be up to 2^8 too small: it follows only now and then.
+    const bool rises = (most[0] - rows.most[h]) * scale > SLACK;
+    m.fade[h] = rises ? power_of_2((rows.most[h] - most[0]) * scale) : 1.0f;
+    rows.most[h] = rises ? most[0] : rows.most[h];
+    m.less[h] = rows.most[h] * scale;
+    rows.sum[h] *= m.fade[h];
+  }
+  return m;
+}
+
+// The scores of pages `from` to `to` become weights.
+template <int from, int to>
+INLINE void weigh(Scores& scores, Rows& rows, const Measure& m, float scale) {
+UNROLL
+  for (int h = 0; h < 2; h++) {
     float sum[2] = {0.0f, 0.0f};
 UNROLL
-    for (int i = 0; i < KEYS / 8; i++)
+    for (int i = 2 * from; i < 2 * to; i++)
 UNROLL
       for (int c = 0; c < 2; c++) {
         float& x = scores[4 * i + 2 * h + c];
-        x = power_of_2(x * scale - less);
+        x = power_of_2(x * scale - m.less[h]);
         sum[c] += x;
       }
-    rows.sum[h] = rows.sum[h] * fade[h] + (sum[0] + sum[1]);
+    rows.sum[h] += sum[0] + sum[1];
   }
+}
+
+INLINE void fade(Sums& sums, const Measure& m) {
+#if LAZY
+  if (!any_lane(m.fade[0] != 1.0f || m.fade[1] != 1.0f)) return;
+#endif
+UNROLL
+  for (int i = 0; i < DIM / 2; i++) sums[i] *= m.fade[i >> 1 & 1];
 }
 
 INLINE void pack(u32 (&weights)[PAGES][4], const Scores& scores) {
@@ -261,7 +289,6 @@ UNROLL
     Sums sums;
     u32 weights[PAGES][4];
     Rows rows = {{NOTHING, NOTHING}, {0.0f, 0.0f}};
-    float fade[2];
 UNROLL
     for (int i = 0; i < DIM / 2; i++) sums[i] = 0.0f;
 
@@ -288,14 +315,9 @@ UNROLL
         const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
         hide(scores, left, lane);
       }
-      weigh(scores, rows, fade, p.scale);
-#if LAZY
-      if (any_lane(fade[0] != 1.0f || fade[1] != 1.0f))
-#endif
-      {
-UNROLL
-        for (int i = 0; i < DIM / 2; i++) sums[i] *= fade[i >> 1 & 1];
-      }
+      const Measure m = measure(scores, rows, p.scale);
+      weigh<0, PAGES>(scores, rows, m, p.scale);
+      fade(sums, m);
       pack(weights, scores);
     }
 #else
@@ -307,7 +329,7 @@ UNROLL
     if (lane == 0) arrive_at(l.empty + 8 * place.slot);
     move_on(place);
     if (masked == 0) hide(scores, seen, lane);
-    weigh(scores, rows, fade, p.scale);
+    weigh<0, PAGES>(scores, rows, measure(scores, rows, p.scale), p.scale);
     pack(weights, scores);
     for (int tile = 1; tile < tiles; tile++) {
       const Place at_keys = place;
@@ -326,21 +348,16 @@ UNROLL
         const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
         hide(scores, left, lane);
       }
-      weigh(scores, rows, fade, p.scale);
-      // A branch on what all weights went into: without one, the compiler waits for the products before it weighs.
+      const Measure m = measure(scores, rows, p.scale);
+      weigh<0, BEFORE>(scores, rows, m, p.scale);
+      // A branch on what went into them: without one, the compiler waits for the products before it weighs.
       wait_for_loads(as_bits(rows.sum[0]), as_bits(rows.sum[1]));
       wait_for_products();
       settle(sums);
       if (lane == 0) arrive_at(l.empty + 8 * place.slot);
       move_on(place);
-#if LAZY
-      // Exact: what did not rise fades by one.
-      if (any_lane(fade[0] != 1.0f || fade[1] != 1.0f))
-#endif
-      {
-UNROLL
-        for (int i = 0; i < DIM / 2; i++) sums[i] *= fade[i >> 1 & 1];
-      }
+      fade(sums, m);
+      weigh<BEFORE, PAGES>(scores, rows, m, p.scale);
       pack(weights, scores);
     }
 #endif
@@ -360,7 +377,7 @@ UNROLL
 
 KERNEL_TOGETHER(paged_prefill, CONSUMERS + 32 * COPIERS, 1)(Args p, CONSTANT_MAP queries, CONSTANT_MAP keys, CONSTANT_MAP values) {
   SHARED_BYTES(shared);
-  const int lane = thread_id() & 31, warp = thread_id() >> 5;
+  const int lane = thread_id() & 31, warp = opaque(thread_id() >> 5);  // alike in a warp, as the compiler now knows
   const Layout l = layout_of(shared_address(shared));
   if (thread_id() == 0) {
     set_barrier(l.queries_full, 1);

@@ -210,6 +210,14 @@ INLINE void wait_at(u32 bar, int parity) {
       "r"(parity)
       : "memory");
 }
+// The same, asleep meanwhile: who asks again and again takes turns and power from those that compute.
+INLINE void sleep_at(u32 bar, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n@done bra over;\nbra again;\nover:\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
 // A box of the tensor that `map` describes, by the copy engine: WIDTH bytes of so many rows from `row` on, so many chunks from `chunk` on;
 // in shared memory chunk by chunk, row by row. Zeros outside. Its bytes count at the barrier when they are there.
 INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
@@ -287,7 +295,10 @@ INLINE u64 swizzled_operand(u32 tile, int byte) {
   return (u64)(64u | 1u << 30) << 32 | low;
 }
 // The same for a matrix whose columns are the rows: 16 of them, 64 elements of each, and `lines` bytes further the next 64.
-INLINE u64 transposed_operand(u32 tile, int lines) { return (u64)(64u | 1u << 30) << 32 | ((tile & 0x3ffff) >> 4 | (u32)lines >> 4 << 16); }
+INLINE u64 transposed_operand(u32 tile, int byte, int lines) {
+  const u32 low = ((tile & 0x3ffff) >> 4 | (u32)lines >> 4 << 16) + (byte >> 4);
+  return (u64)(64u | 1u << 30) << 32 | low;
+}
 #endif
 
 // This block's earlier stores are seen by whoever sees the count; true for the one that completes `all`. For one thread a block.
