@@ -188,57 +188,88 @@ UNROLL
   }
 }
 
-// What a tile's weights are measured by, and by how much what was summed before fades.
-struct Measure {
-  float less[2], fade[2];
-};
-
-INLINE Measure measure(const Scores& scores, Rows& rows, float scale) {
-  Measure m;
+// The highest score of each row.
+INLINE void highest(float (&most)[2], const Scores& scores) {
 UNROLL
   for (int h = 0; h < 2; h++) {
-    float most[2] = {scores[2 * h], scores[2 * h + 1]};
+    float two[2] = {scores[2 * h], scores[2 * h + 1]};
 UNROLL
     for (int i = 1; i < KEYS / 8; i++)
 UNROLL
-      for (int c = 0; c < 2; c++) most[c] = larger(most[c], scores[4 * i + 2 * h + c]);
-    most[0] = larger(rows.most[h], larger(most[0], most[1]));
-    most[0] = larger(most[0], of_neighbour<1>(most[0]));
-    most[0] = larger(most[0], of_neighbour<2>(most[0]));
-    // It may be up to 2^8 too small: it follows only now and then.
-    const bool rises = (most[0] - rows.most[h]) * scale > SLACK;
-    m.fade[h] = rises ? power_of_2((rows.most[h] - most[0]) * scale) : 1.0f;
-    rows.most[h] = rises ? most[0] : rows.most[h];
-    m.less[h] = rows.most[h] * scale;
-    rows.sum[h] *= m.fade[h];
+      for (int c = 0; c < 2; c++) two[c] = larger(two[c], scores[4 * i + 2 * h + c]);
+    most[h] = larger(two[0], two[1]);
+    most[h] = larger(most[h], of_neighbour<1>(most[h]));
+    most[h] = larger(most[h], of_neighbour<2>(most[h]));
   }
-  return m;
 }
+
+INLINE bool rises(const float (&most)[2], const Rows& rows, int h, float scale) { return (most[h] - rows.most[h]) * scale > SLACK; }
 
 // The scores of pages `from` to `to` become weights.
 template <int from, int to>
-INLINE void weigh(Scores& scores, Rows& rows, const Measure& m, float scale) {
+INLINE void weigh(Scores& scores, Rows& rows, float scale) {
 UNROLL
   for (int h = 0; h < 2; h++) {
+    const float less = rows.most[h] * scale;
     float sum[2] = {0.0f, 0.0f};
 UNROLL
     for (int i = 2 * from; i < 2 * to; i++)
 UNROLL
       for (int c = 0; c < 2; c++) {
         float& x = scores[4 * i + 2 * h + c];
-        x = power_of_2(x * scale - m.less[h]);
+        x = power_of_2(x * scale - less);
         sum[c] += x;
       }
     rows.sum[h] += sum[0] + sum[1];
   }
 }
 
-INLINE void fade(Sums& sums, const Measure& m) {
-#if LAZY
-  if (!any_lane(m.fade[0] != 1.0f || m.fade[1] != 1.0f)) return;
-#endif
+// The scores of a warp's rows with the first pages of a tile.
+INLINE void multiply_first(float (&scores)[8 * BEFORE], const Layout& l, const Place& place, int warp, int lane) {
+  const int j = lane & 7;
 UNROLL
-  for (int i = 0; i < DIM / 2; i++) sums[i] *= m.fade[i >> 1 & 1];
+  for (int i = 0; i < 8 * BEFORE; i++) scores[i] = 0.0f;
+NO_UNROLL
+  for (int step = 0; step < STEPS; step++) {
+    // Lane 8 * i + j names row j of matrix i.
+    u32 q[4];
+    load_matrices(q, l.queries + step / 4 * (ROWS * 128) + (warp * 16 + (lane & 8) + j) * 128 + ((step % 4 * 2 + (lane >> 4)) ^ j) * 16);
+UNROLL
+    for (int page = 0; page < BEFORE; page++) {
+      u32 k[4];
+      const int key = page * 16 + (lane >> 4) * 8 + j;
+      load_matrices(k, l.ring + place.slot * TILE_BYTES + step / 4 * (KEYS * 128) + key * 128 + ((step % 4 * 2 + (lane >> 3 & 1)) ^ j) * 16);
+UNROLL
+      for (int i = 0; i < 2; i++) warp_mma((float(&)[4])scores[8 * page + 4 * i], q, k[2 * i], k[2 * i + 1]);
+    }
+  }
+}
+
+// Rows whose scores rise are measured by their new maximum from here on. Their weights of the first pages may be infinite by now, and
+// are found anew; others stay as they are.
+INLINE void follow(Scores& scores, Sums& sums, Rows& rows, const float (&most)[2], const float (&sum_before)[2], const int (&seen)[2],
+                   const Layout& l, const Place& at_keys, float scale, int warp, int lane) {
+  float first[8 * BEFORE];
+  multiply_first(first, l, at_keys, warp, lane);
+UNROLL
+  for (int h = 0; h < 2; h++) {
+    if (!rises(most, rows, h, scale)) continue;
+    const float fade = power_of_2((rows.most[h] - most[h]) * scale), less = most[h] * scale;
+    const int last = seen[h] - (lane & 3) * 2;
+    rows.most[h] = most[h];
+    rows.sum[h] = sum_before[h] * fade;
+UNROLL
+    for (int i = 0; i < 2 * BEFORE; i++)
+UNROLL
+      for (int c = 0; c < 2; c++) {
+        const float x = 8 * i + c > last ? 0.0f : power_of_2(first[4 * i + 2 * h + c] * scale - less);
+        scores[4 * i + 2 * h + c] = x;
+        rows.sum[h] += x;
+      }
+UNROLL
+    for (int i = 0; i < DIM / 4; i++) sums[i >> 1 << 2 | 2 * h | (i & 1)] *= fade;
+  }
+  wait_for_loads(as_bits(rows.sum[0]), as_bits(rows.sum[1]));  // or what is copied next could overtake them
 }
 
 INLINE void pack(u32 (&weights)[PAGES][4], const Scores& scores) {
@@ -309,15 +340,24 @@ UNROLL
       multiply_keys(scores, l, place, group);
       wait_for_products();
       settle(scores);
+      const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
+      if (tile >= masked) hide(scores, left, lane);
+      float most[2];
+      highest(most, scores);
+      if (any_lane(rises(most, rows, 0, p.scale) || rises(most, rows, 1, p.scale))) {
+UNROLL
+        for (int h = 0; h < 2; h++) {
+          if (!rises(most, rows, h, p.scale)) continue;
+          const float fade = power_of_2((rows.most[h] - most[h]) * p.scale);
+          rows.most[h] = most[h];
+          rows.sum[h] *= fade;
+UNROLL
+          for (int i = 0; i < DIM / 4; i++) sums[i >> 1 << 2 | 2 * h | (i & 1)] *= fade;
+        }
+      }
       if (lane == 0) arrive_at(l.empty + 8 * place.slot);
       move_on(place);
-      if (tile >= masked) {
-        const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
-        hide(scores, left, lane);
-      }
-      const Measure m = measure(scores, rows, p.scale);
-      weigh<0, PAGES>(scores, rows, m, p.scale);
-      fade(sums, m);
+      weigh<0, PAGES>(scores, rows, p.scale);
       pack(weights, scores);
     }
 #else
@@ -329,7 +369,8 @@ UNROLL
     if (lane == 0) arrive_at(l.empty + 8 * place.slot);
     move_on(place);
     if (masked == 0) hide(scores, seen, lane);
-    weigh<0, PAGES>(scores, rows, measure(scores, rows, p.scale), p.scale);
+    highest(rows.most, scores);
+    weigh<0, PAGES>(scores, rows, p.scale);
     pack(weights, scores);
     for (int tile = 1; tile < tiles; tile++) {
       const Place at_keys = place;
@@ -343,21 +384,23 @@ UNROLL
       if (TURNS) give_turn(2 + (group + 1) % WARPGROUPS, 256);
       wait_for_products_but_one();
       settle(scores);
-      if (lane == 0) arrive_at(l.empty + 8 * at_keys.slot);
-      if (tile >= masked) {
-        const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
-        hide(scores, left, lane);
-      }
-      const Measure m = measure(scores, rows, p.scale);
-      weigh<0, BEFORE>(scores, rows, m, p.scale);
+      const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
+      if (tile >= masked) hide(scores, left, lane);
+      // The first weights are measured by the maximum so far, while that of this tile is looked for.
+      float most[2];
+      highest(most, scores);
+      const float sum_before[2] = {rows.sum[0], rows.sum[1]};
+      weigh<0, BEFORE>(scores, rows, p.scale);
+      const bool rise = any_lane(rises(most, rows, 0, p.scale) || rises(most, rows, 1, p.scale));
       // A branch on what went into them: without one, the compiler waits for the products before it weighs.
       wait_for_loads(as_bits(rows.sum[0]), as_bits(rows.sum[1]));
       wait_for_products();
       settle(sums);
       if (lane == 0) arrive_at(l.empty + 8 * place.slot);
       move_on(place);
-      fade(sums, m);
-      weigh<BEFORE, PAGES>(scores, rows, m, p.scale);
+      if (rise) follow(scores, sums, rows, most, sum_before, left, l, at_keys, p.scale, warp, lane);
+      if (lane == 0) arrive_at(l.empty + 8 * at_keys.slot);
+      weigh<BEFORE, PAGES>(scores, rows, p.scale);
       pack(weights, scores);
     }
 #endif
