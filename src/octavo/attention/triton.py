@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
-from octavo.attention.chunks import ChunkDraft, Chunks, CudaChunks, TritonChunks
+from octavo.attention.chunks import ChunkDraft, Chunks, CudaChunks, TritonChunks, cuda_form
 from octavo.attention.decodes import CudaDecodes, Decodes, Geometry, LayerCache, TritonDecodes
 from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.attention.kv_calibration import FLOAT8, KvCalibration
@@ -95,20 +95,20 @@ class TritonAttention:
         self._geometries = [Geometry.of(layer, kinds.of(i)) for i, layer in enumerate(layers)]
         self._dtype = dtype
         self._device = device
-        shapes = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers)
+        geometries, model_dtype = list(dict.fromkeys(self._geometries)), model_dtype or dtype
         limit = min(GATHERED_TOKENS, -(-max_gathered // LINE_ALIGNMENT) * LINE_ALIGNMENT)
-        # The tensor memory accelerator, which gathered lines are for, came with compute capability 9.
-        gathered = {
-            shape: GatheredCache.allocate(shape[0], limit, shape[1], model_dtype or dtype, device)
-            for shape in shapes
-            if overlap_supported(device)
+        # Triton's kernel reads gathered pages by the tensor memory accelerator, which came with compute capability 9.
+        shapes = {
+            (g.num_kv_heads, g.head_dim)
+            for g in geometries
+            if overlap_supported(device) and cuda_form(g, dtype, model_dtype, block_size, device) is None
         }
+        gathered = {shape: GatheredCache.allocate(shape[0], limit, shape[1], model_dtype, device) for shape in shapes}
         self._bundles: dict[int, tuple[SharedPrefixes, Bundles | None]] = {}
         """By rows a bundle: the last, which stay the same from step to step while no request comes or goes."""
-        geometries = list(dict.fromkeys(self._geometries))
-        self._decodes = {g: Decodes(g, dtype, model_dtype or dtype, block_size, device) for g in geometries}
+        self._decodes = {g: Decodes(g, dtype, model_dtype, block_size, device) for g in geometries}
         self._chunks = {
-            g: Chunks(g, dtype, model_dtype or dtype, block_size, device, gathered.get((g.num_kv_heads, g.head_dim))) for g in geometries
+            g: Chunks(g, dtype, model_dtype, block_size, device, gathered.get((g.num_kv_heads, g.head_dim))) for g in geometries
         }
 
     @staticmethod

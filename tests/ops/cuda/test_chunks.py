@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.attention import chunks as module
-from octavo.attention.base import LayerSpec, StepBatch
+from octavo.attention.base import GraphShape, KindTables, LayerSpec, StepBatch
 from octavo.attention.chunks import Chunks, CudaChunks, TritonChunks
 from octavo.attention.decodes import Geometry
 from octavo.attention.triton import TritonAttention
@@ -59,7 +59,8 @@ ENOUGH = 32 * (sm_count(DEVICE) + 1)
 """Tokens that make two items an SM."""
 
 
-def test_a_step_of_decodes_and_prompts() -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_step_of_decodes_and_prompts(captured: bool) -> None:
     torch.manual_seed(0)
     starts, counts = [30, 77, 0, 100], [1, 1, ENOUGH, 40]
     case = paged_case(starts, counts, HEADS, KV_HEADS, DIM, device=DEVICE, dtype=HALF)
@@ -68,12 +69,37 @@ def test_a_step_of_decodes_and_prompts() -> None:
     keys.copy_(case.key_cache)
     values.copy_(case.value_cache)
     batch = step_batch(starts, counts, case.block_tables.cpu(), BLOCK)
-    attend = attention.plan(StepBatch(**{n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in vars(batch).items()}))
-    assert isinstance(attend.work[0].chunks, CudaChunks)  # type: ignore[attr-defined]
+    batch = StepBatch(**{n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in vars(batch).items()})
     # What the step itself writes is there already: written again, as it is.
-    new = [torch.cat([x[:, s:] for x, s in zip(rows, starts, strict=True)], 1).transpose(0, 1) for rows in (case.keys, case.values)]
-    out = attend(0, case.q, *new)
+    k, v = (torch.cat([x[:, s:] for x, s in zip(rows, starts, strict=True)], 1).transpose(0, 1) for rows in (case.keys, case.values))
+    q, tokens = case.q, batch.num_tokens
+    if captured:
+        shape = GraphShape(6, tokens + 30, 3)
+        plan = np.full(attention.graph_plan_size(shape), 77, np.int32)
+        attention.graph_plan(batch.cpu_start, batch.cpu_count, shape, plan)
+        tables = torch.zeros(shape.rows, batch.block_tables.shape[1], dtype=torch.int32, device=DEVICE)
+        tables[: len(starts)] = batch.block_tables
+        slots = torch.zeros(shape.tokens, dtype=torch.int64, device=DEVICE)
+        slots[:tokens] = batch.cache_slots
+        q, k, v = (torch.cat([x, torch.zeros(30, *x.shape[1:], dtype=HALF, device=DEVICE)]) for x in (q, k, v))
+        attend = attention.graph_attend(torch.from_numpy(plan).to(DEVICE), shape, [KindTables(tables, slots)])
+    else:
+        attend = attention.plan(batch)
+    assert isinstance(attend.work[0].chunks, CudaChunks)  # type: ignore[attr-defined]
+    out = attend(0, q, k, v)[:tokens]
     assert relative_error(out, attention_reference(case, scale=DIM**-0.5)) < 2e-3
+
+
+def test_a_captured_step_without_prompts_does_nothing() -> None:
+    shape = GraphShape(2, ENOUGH, 1)
+    of = chunks()
+    work = of.graph_work(torch.zeros(of.graph_size(shape), dtype=torch.int32, device=DEVICE), shape)
+    assert isinstance(work, CudaChunks)
+    attention = TritonAttention((LayerSpec(HEADS, KV_HEADS, DIM, 1.0),), 2, BLOCK, HALF, DEVICE)
+    cache = module.LayerCache(LayerSpec(HEADS, KV_HEADS, DIM, 1.0), *attention.cache.of(0), attention.cache.scale(0))
+    out = torch.full((ENOUGH, HEADS, DIM), 7.0, dtype=HALF, device=DEVICE)
+    work.attend(torch.zeros_like(out), cache, torch.zeros(2, 4, dtype=torch.int32, device=DEVICE), out)
+    assert (out == 7).all()
 
 
 def test_what_the_kernel_does_not_take_goes_to_triton() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.cuda.chunk_plan import plan_chunks
-from octavo.ops.cuda.paged_prefill import Form, arguments, boxes, fills, form_of, paged_prefill, source
+from octavo.ops.cuda.chunk_plan import COUNT, POSITION, items_of, plan_chunks
+from octavo.ops.cuda.paged_prefill import Form, arguments, boxes, fill, form_of, paged_prefill, source
 from tests.ops.triton.paged import PagedCase, attention_reference, paged_case, relative_error
 from tests.support.cuda_emulator import COMPILER, MACHINE, emulated
 
@@ -134,7 +134,8 @@ def test_plans_have_every_token_once_and_the_longest_first() -> None:
     plan = plan_chunks(starts, counts, 7, 32)
     tokens = sorted(t for _, token, _, count, *_ in plan.tolist() for t in range(token, token + count))
     assert tokens == list(range(7, 7 + 134))
-    keys = (plan[:, 2] + plan[:, 3]).tolist()
+    assert len(plan) == items_of(counts, 32)
+    keys = (plan[:, POSITION] + plan[:, COUNT]).tolist()
     assert keys == sorted(keys, reverse=True)
     for row, token, position, count, context, *_ in plan.tolist():
         assert position - starts[row] == token - 7 - [0, 100, 133][row]
@@ -143,8 +144,8 @@ def test_plans_have_every_token_once_and_the_longest_first() -> None:
 
 def test_few_queries_are_left_to_triton() -> None:
     form = Form(False, 128, 16, 8, 4)
-    assert fills(np.array([8192], np.int32), form, 132)
-    assert not fills(np.array([40, 1], np.int32), form, 132)
+    assert fill(8192 // form.tokens, form, 132)
+    assert not fill(2, form, 132)
 
 
 @pytest.mark.gpu

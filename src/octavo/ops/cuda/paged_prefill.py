@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.chunk_plan import ITEM_FIELDS, Int32
+from octavo.ops.cuda.chunk_plan import ITEM_FIELDS
 from octavo.ops.cuda.compiler import in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
@@ -102,9 +102,8 @@ def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: 
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group)
 
 
-def fills(count: Int32, form: Form, sms: int) -> bool:
-    """Whether chunks of `count` tokens have enough items for all SMs, by what was measured. Triton's kernel cuts keys into parts."""
-    items = int((-(-count // form.tokens)).sum())
+def fill(items: int, form: Form, sms: int) -> bool:
+    """Whether there are enough items of a KV head for all SMs, by what was measured. Triton's kernel cuts keys into parts."""
     return items * form.kv_heads >= 2 * sms
 
 
