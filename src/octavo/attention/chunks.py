@@ -1,6 +1,7 @@
 """`Chunks`: which kernel attends to the prompt chunks of a step, and the plans that it takes.
 
-Enough queries to fill the GPU: CUDA C++ (`ops.cuda.paged_prefill`), where it runs and takes the layers; all else: Triton.
+Enough queries to fill the GPU: CUDA C++ (`ops.cuda.paged_prefill`), where it runs and takes the layers; all else, and captured steps,
+of which nobody knows how many queries they will have: Triton.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 from octavo.attention.base import GraphShape
 from octavo.attention.decodes import Geometry, LayerCache
 from octavo.ops.cuda import paged_prefill as cuda
-from octavo.ops.cuda.chunk_plan import ITEM_FIELDS as CUDA_FIELDS
-from octavo.ops.cuda.chunk_plan import ROW, items_of, plan_chunks
+from octavo.ops.cuda.chunk_plan import plan_chunks
 from octavo.ops.cuda.compiler import CompilerError, architecture
 from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.launch import compiles_only, sm_count
@@ -29,7 +29,7 @@ from octavo.ops.triton.paged_prefill import (
     prefill_tuning,
     queries_per_key,
 )
-from octavo.ops.triton.prefill_plan import ITEM_FIELDS, max_prefill_parts, plan_prefill
+from octavo.ops.triton.prefill_plan import ITEM_FIELDS, ROW, max_prefill_parts, plan_prefill
 from octavo.protocol.step import Int32
 
 logger = logging.getLogger(__name__)
@@ -140,8 +140,10 @@ class Chunks:
     def draft(self, start: Int32, count: Int32, first_token: int) -> ChunkDraft:
         """A plan for a step's chunks, whose rows follow each other from token `first_token` of the batch on. start, count: [rows]."""
         g = self._g
-        if (form := self._compiled) is not None and cuda.fill(items_of(count, form.tokens), form, self._sms):
-            return ChunkDraft([plan_chunks(start, count, first_token, form.tokens)], lambda on_device: CudaChunks(on_device[0], form))
+        if (form := self._compiled) is not None:
+            items = plan_chunks(start, count, first_token, form.tokens)
+            if cuda.wins(items, form, self._sms):
+                return ChunkDraft([items], lambda on_device: CudaChunks(on_device[0], form))
         reuse = queries_per_key(start, count)
         lines = plan_gather(start + count)
         gathered = self._gathered
@@ -163,10 +165,6 @@ class Chunks:
 
     # Graphs
 
-    def _captured_form(self, shape: GraphShape) -> cuda.Form | None:
-        form = self._compiled
-        return form if form is not None and cuda.fill(shape.tokens // form.tokens, form, self._sms) else None
-
     def _tuning(self, shape: GraphShape) -> PrefillTuning:
         """One for all steps of a shape. They are too short for gathering pages to pay, or for the largest tiles."""
         return prefill_tuning(self._g.head_dim, self._g.group, shape.tokens, 0.0, gathered=False)
@@ -175,26 +173,17 @@ class Chunks:
         """Numbers in a plan."""
         if not shape.chunks:
             return 0
-        if (form := self._captured_form(shape)) is not None:
-            return (shape.tokens // form.tokens + shape.chunks) * CUDA_FIELDS
         tiles = shape.tokens // self._tuning(shape).tokens_per_tile(self._g.group) + shape.chunks
         return (tiles + max_prefill_parts(self._g.num_kv_heads, self._sms)) * ITEM_FIELDS
 
     def graph_plan(self, start: Int32, count: Int32, first_row: int, shape: GraphShape) -> Int32:
         """[graph_size] a plan of the rows from `first_row` on, numbered as in the whole step; each before has one token."""
-        form = self._captured_form(shape)
-        begin, chunk = start[first_row:], count[first_row:]
-        if form is not None:
-            items = plan_chunks(begin, chunk, first_row, form.tokens)
-        else:
-            items = self._items(begin, chunk, first_row, self._tuning(shape))
+        items = self._items(start[first_row:], count[first_row:], first_row, self._tuning(shape))
         items[:, ROW] += first_row
         plan = np.zeros(self.graph_size(shape), np.int32)
         plan[: items.size] = items.reshape(-1)
         return plan
 
-    def graph_work(self, plan: torch.Tensor, shape: GraphShape) -> TritonChunks | CudaChunks:
+    def graph_work(self, plan: torch.Tensor, shape: GraphShape) -> TritonChunks:
         """The chunks of a plan whose numbers are in `plan` when they run."""
-        if (form := self._captured_form(shape)) is not None:
-            return CudaChunks(plan.view(-1, CUDA_FIELDS), form)
         return TritonChunks(plan.view(-1, ITEM_FIELDS), self._tuning(shape), self._workspace)

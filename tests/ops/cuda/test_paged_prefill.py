@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.ops.cuda.chunk_plan import COUNT, POSITION, items_of, plan_chunks
-from octavo.ops.cuda.paged_prefill import Form, arguments, boxes, fill, form_of, paged_prefill, source
+from octavo.ops.cuda.chunk_plan import COUNT, POSITION, plan_chunks
+from octavo.ops.cuda.paged_prefill import Form, arguments, boxes, form_of, paged_prefill, source, wins
 from tests.ops.triton.paged import PagedCase, attention_reference, paged_case, relative_error
 from tests.support.cuda_emulator import COMPILER, MACHINE, emulated
 
@@ -67,12 +67,14 @@ def test_where_tiles_begin_and_end(start: int, count: int) -> None:
     assert relative_error(run(case), attention_reference(case, scale=0.125)) < LIMITS[case.q.dtype]
 
 
-def test_scores_that_rise_and_fall() -> None:
-    """By much more than what goes without a new maximum, in either direction."""
+@pytest.mark.parametrize("factor", [30, 300])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_that_rise_and_fall(factor: float, head_dim: int) -> None:
+    """By much more than what goes without a new maximum, in either direction; by 300, weights by the old one would be infinite."""
     torch.manual_seed(2)
-    case = case_of([300, 0], [60, 140])
-    case.q.mul_(30)
-    assert relative_error(run(case), attention_reference(case, scale=0.125)) < LIMITS[case.q.dtype]
+    case = case_of([300, 0], [60, 140], head_dim=head_dim)
+    case.q.mul_(factor)
+    assert relative_error(run(case), attention_reference(case, scale=head_dim**-0.5)) < LIMITS[case.q.dtype]
 
 
 def test_rows_of_a_fused_projection_behind_decodes() -> None:
@@ -84,9 +86,11 @@ def test_rows_of_a_fused_projection_behind_decodes() -> None:
     assert out[:5].isnan().all(), "tokens outside the plan are not written"
 
 
-def test_bits_do_not_depend_on_how_a_prompt_was_chunked() -> None:
+@pytest.mark.parametrize("factor", [1, 100])
+def test_bits_do_not_depend_on_how_a_prompt_was_chunked(factor: float) -> None:
     torch.manual_seed(3)
     case = case_of([0], [301])
+    case.q.mul_(factor)
     whole = run(case)
     for cut in (1, 77, 128, 300):
         rest = PagedCase(**{**vars(case), "q": case.q[cut:], "starts": [cut], "counts": [301 - cut]})
@@ -134,7 +138,6 @@ def test_plans_have_every_token_once_and_the_longest_first() -> None:
     plan = plan_chunks(starts, counts, 7, 32)
     tokens = sorted(t for _, token, _, count, *_ in plan.tolist() for t in range(token, token + count))
     assert tokens == list(range(7, 7 + 134))
-    assert len(plan) == items_of(counts, 32)
     keys = (plan[:, POSITION] + plan[:, COUNT]).tolist()
     assert keys == sorted(keys, reverse=True)
     for row, token, position, count, context, *_ in plan.tolist():
@@ -142,10 +145,15 @@ def test_plans_have_every_token_once_and_the_longest_first() -> None:
         assert position + count <= context == starts[row] + counts[row]
 
 
-def test_few_queries_are_left_to_triton() -> None:
+@pytest.mark.parametrize(
+    ("starts", "counts", "expected"),
+    [([0], [8192], True), ([8192], [256], True), ([8192], [64], False), ([0] * 8, [128] * 8, True), ([16000, 0], [32, 300], False)],
+)
+def test_few_queries_of_long_contexts_are_left_to_triton(starts: list[int], counts: list[int], expected: bool) -> None:
     form = Form(False, 128, 16, 8, 4)
-    assert fill(8192 // form.tokens, form, 132)
-    assert not fill(2, form, 132)
+    plan = plan_chunks(np.array(starts, np.int32), np.array(counts, np.int32), 0, form.tokens)
+    assert wins(plan, form, 132) == expected
+    assert not wins(plan, Form(False, 64, 16, 8, 4), 132), "not measured"
 
 
 @pytest.mark.gpu

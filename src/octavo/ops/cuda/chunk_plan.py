@@ -8,14 +8,9 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 
 ITEM_FIELDS = 8
-ROW, TOKEN, POSITION, COUNT, CONTEXT = range(5)
+_ROW, _TOKEN, POSITION, COUNT, _CONTEXT = range(5)
 """Columns of an item, of which three are padding: the `count` queries from batch token `token` on, the first at `position` of `row`,
-whose keys are known up to `context`, attend to all keys up to themselves. count = 0 marks an empty item, which only empty ones follow."""
-
-
-def items_of(count: Int32, tokens: int) -> int:
-    """Of a plan."""
-    return int((-(-count // tokens)).sum())
+whose keys are known up to `context`, attend to all keys up to themselves."""
 
 
 def plan_chunks(start: Int32, count: Int32, first_token: int, tokens: int) -> Int32:

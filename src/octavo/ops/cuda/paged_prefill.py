@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.chunk_plan import ITEM_FIELDS
+from octavo.ops.cuda.chunk_plan import COUNT, ITEM_FIELDS, POSITION, Int32
 from octavo.ops.cuda.compiler import in_background
 from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
 from octavo.ops.triton.launch import overlap_supported, sm_count
@@ -20,6 +20,14 @@ _LOG2_E = 1.4426950408889634
 _SHARED_BYTES = 227 << 10
 _COPYING_THREADS = 128
 _MOST_SLOTS = 6
+_WARPGROUPS = 2
+"""That attend, each to 64 rows, which are tokens x query heads of a KV head."""
+_KEYS = 128
+"""Of a tile."""
+_MEASURED = (128,)
+"""Head sizes at which it is known to be the faster one."""
+_LONGEST = 2.5
+"""Times the keys of its longest item an SM may have to go through, compared with an equal share, for it to be the faster one."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +41,15 @@ class Form:
     """Tokens of a cache block."""
     kv_heads: int
     group: int
-    warpgroups: int = 2
-    """Each of 64 rows, which are tokens x query heads of a KV head."""
-    keys: int = 128
-    """Of a tile."""
-    turns: bool = True
-    """Whether warpgroups ask for products in turns."""
-    overlap: bool = True
-    lazy: bool = True
-    """Whether sums are multiplied only where a maximum rose."""
 
     @property
     def tokens(self) -> int:
         """Of an item, at most: what `plan_chunks` must be given."""
-        return 64 * self.warpgroups // self.group
+        return 64 * _WARPGROUPS // self.group
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + _COPYING_THREADS
+        return 128 * _WARPGROUPS + _COPYING_THREADS
 
     @property
     def slots(self) -> int:
@@ -59,11 +58,11 @@ class Form:
 
     @property
     def _query_bytes(self) -> int:
-        return 64 * self.warpgroups * 2 * self.head_dim
+        return 64 * _WARPGROUPS * 2 * self.head_dim
 
     @property
     def _tile_bytes(self) -> int:
-        return self.keys * 2 * self.head_dim
+        return _KEYS * 2 * self.head_dim
 
     @property
     def shared_bytes(self) -> int:
@@ -71,15 +70,8 @@ class Form:
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
-        more = {
-            "WARPGROUPS": self.warpgroups,
-            "KEYS": self.keys,
-            "SLOTS": self.slots,
-            "TURNS": self.turns,
-            "LAZY": self.lazy,
-            "OVERLAP": self.overlap,
-        }
-        return {name: int(value) for name, value in (names | more | {"WARPGROUP": 1}).items()}
+        more = {"WARPGROUPS": _WARPGROUPS, "KEYS": _KEYS, "SLOTS": self.slots, "WARPGROUP": 1}
+        return {name: int(value) for name, value in (names | more).items()}
 
 
 class Arguments(ctypes.Structure):
@@ -88,7 +80,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("items", "table", "out")),
         ("out_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("table_stride", "num_items", "heads_together")),
+        *((name, ctypes.c_int) for name in ("table_stride", "num_items")),
         ("scale", ctypes.c_float),
     ]
 
@@ -102,9 +94,10 @@ def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: 
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group)
 
 
-def fill(items: int, form: Form, sms: int) -> bool:
-    """Whether there are enough items of a KV head for all SMs, by what was measured. Triton's kernel cuts keys into parts."""
-    return items * form.kv_heads >= 2 * sms
+def wins(items: Int32, form: Form, sms: int) -> bool:
+    """Whether it is known to be the faster one for a plan: an item's keys are not divided among SMs, as they are by Triton's kernel."""
+    tiles = -(-(items[:, POSITION] + items[:, COUNT]) // _KEYS)
+    return form.head_dim in _MEASURED and int(tiles.max()) * sms <= _LONGEST * form.kv_heads * int(tiles.sum())
 
 
 def source(form: Form, machine: str) -> str:
@@ -126,14 +119,14 @@ def _products(form: Form) -> str:
     def sums(count: int) -> tuple[str, str]:
         return ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(d[{i}])' for i in range(count))
 
-    keys, dim = form.keys // 2, form.head_dim // 2
+    keys, dim = _KEYS // 2, form.head_dim // 2
     scores, score_operands = sums(keys)
     values, value_operands = sums(dim)
     a = ", ".join(f"%{dim + i}" for i in range(4))
     return f"""
 INLINE void score_mma(float (&d)[{keys}], u32 q, u32 k, int byte, bool add) {{
   asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{keys + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{form.keys}k16.f32.{dtype}.{dtype} {{{scores}}}, %{keys}, %{keys + 1}, add, 1, 1, 0, 0;\\n}}"
+               "wgmma.mma_async.sync.aligned.m64n{_KEYS}k16.f32.{dtype}.{dtype} {{{scores}}}, %{keys}, %{keys + 1}, add, 1, 1, 0, 0;\\n}}"
                : {score_operands}
                : "l"(swizzled_operand(q, byte)), "l"(swizzled_operand(k, byte)), "r"((int)add));
 }}
@@ -165,9 +158,7 @@ def boxes(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, f
     return query_boxes(q, form), cache_boxes(key_cache, 1), cache_boxes(value_cache, form.head_dim // 64)
 
 
-def arguments(
-    block_tables: torch.Tensor, items: torch.Tensor, out: torch.Tensor, form: Form, *, scale: float, heads_together: int | None = None
-) -> Arguments:
+def arguments(block_tables: torch.Tensor, items: torch.Tensor, out: torch.Tensor, form: Form, *, scale: float) -> Arguments:
     return Arguments(
         items=items.data_ptr(),
         table=block_tables.data_ptr(),
@@ -175,7 +166,6 @@ def arguments(
         out_stride=2 * out.stride(0),
         table_stride=block_tables.stride(0),
         num_items=len(items),
-        heads_together=heads_together or form.kv_heads,
         scale=scale * _LOG2_E,
     )
 
@@ -216,7 +206,6 @@ def paged_prefill(
     form: Form,
     *,
     scale: float,
-    heads_together: int | None = None,
 ) -> torch.Tensor:
     """As `ops.triton.paged_prefill.paged_prefill`, up to rounding.
 
@@ -228,6 +217,6 @@ def paged_prefill(
         return out
     kernel = _kernel(form, q.device)
     blocks = min(sm_count(q.device), len(items) * form.kv_heads)
-    packed = arguments(block_tables, items, out, form, scale=scale, heads_together=heads_together)
+    packed = arguments(block_tables, items, out, form, scale=scale)
     kernel.launch((blocks, 1, 1), packed, *map(tensor_map, boxes(q, key_cache, value_cache, form)))
     return out

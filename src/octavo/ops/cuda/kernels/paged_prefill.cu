@@ -18,10 +18,8 @@
 #define LANES (SHARE > 2 ? 4 : SHARE)            // of it that hold a tile's block numbers
 #define AHEAD (32 / LANES)                       // tiles whose block numbers a warp holds
 #define STEPS (DIM / 16)
-#define NOTHING -1.0e30f
-#define SLACK 8.0f
+#define SLACK 8.0f               // scores may be so much above the maximum that they are measured by, in base 2
 #define BEFORE (PAGES / 2)  // pages of a tile that are weighed before the products are waited for
-#define REST sleep_at
 
 struct Args {
   const int* items;
@@ -29,8 +27,7 @@ struct Args {
   u8* out;
   long long out_stride;  // bytes
   int table_stride, num_items;
-  int heads_together;  // KV heads whose items are mixed
-  float scale;         // for scores in base 2
+  float scale;  // for scores in base 2
 };
 
 struct Layout {
@@ -58,10 +55,9 @@ INLINE Item item_of(const Args& p, int turn) {
   const int blocks = blocks_x(), n = turn * blocks + (turn & 1 ? blocks - 1 - block_x() : block_x());
   Item item = {0, 0, 0, 0, 0, 0};
   if (n >= p.num_items * KV_HEADS) return item;
-  const int heads = p.heads_together, section = n / (p.num_items * heads), rest = n % (p.num_items * heads);
-  const int* at = p.items + rest / heads * 8;
+  const int* at = p.items + n / KV_HEADS * 8;
   const U4 a = load16(at), b = load16(at + 4);
-  return Item{(int)a.v[0], (int)a.v[1], (int)a.v[2], (int)a.v[3], (int)b.v[0], section * heads + rest % heads};
+  return Item{(int)a.v[0], (int)a.v[1], (int)a.v[2], (int)a.v[3], (int)b.v[0], n % KV_HEADS};
 }
 
 INLINE int tiles_of(const Item& item) { return (item.position + item.count + KEYS - 1) / KEYS; }
@@ -91,7 +87,7 @@ INLINE void copy_tile(const Map& map, const Layout& l, const Item& item, int til
 UNROLL
   for (int i = 0; i < SHARE; i++) pages += copier + i * COPIERS < PAGES && tile * KEYS + (copier + i * COPIERS) * 16 < item.context;
   if (lane == 0) {
-    REST(l.empty + 8 * place.slot, place.round ^ 1);
+    sleep_at(l.empty + 8 * place.slot, place.round ^ 1);
     expect_bytes(full, pages * (HALVES * 2048));
   }
 UNROLL
@@ -109,7 +105,7 @@ UNROLL
 }
 
 INLINE void copy_queries(const Map& queries, const Layout& l, const Item& item, int turn) {
-  REST(l.queries_empty, (turn & 1) ^ 1);
+  sleep_at(l.queries_empty, (turn & 1) ^ 1);
   expect_bytes(l.queries_full, HALVES * TOKENS * GROUP * 128);
 UNROLL
   for (int half = 0; half < HALVES; half++)
@@ -124,17 +120,6 @@ INLINE void copy_items(const Args& p, const Map& queries, const Map& keys, const
     const Item following = item_of(p, turn + 1);
     const int tiles = tiles_of(item);
     int next_blocks = 0, earlier_blocks = 0;
-#if !OVERLAP
-    for (int tile = 0; tile < tiles; tile++) {
-      if (tile % AHEAD == 0) {
-        if (tile > 0) blocks = next_blocks;
-        next_blocks = tile + AHEAD < tiles ? load_blocks(p, item, tile + AHEAD, copier, lane) : load_blocks(p, following, 0, copier, lane);
-      }
-      copy_tile<false>(keys, l, item, tile, blocks, place, copier, lane);
-      if (tile == 0 && copier == 0 && lane == 0) copy_queries(queries, l, item, turn);
-      copy_tile<true>(values, l, item, tile, blocks, place, copier, lane);
-    }
-#else
     // Keys are a tile ahead of values.
     for (int tile = 0; tile <= tiles; tile++) {
       if (tile < tiles) {
@@ -147,7 +132,6 @@ INLINE void copy_items(const Args& p, const Map& queries, const Map& keys, const
       }
       if (tile > 0) copy_tile<true>(values, l, item, tile - 1, tile < tiles && tile % AHEAD == 0 ? earlier_blocks : blocks, place, copier, lane);
     }
-#endif
     item = following, blocks = next_blocks;
   }
 }
@@ -308,7 +292,7 @@ UNROLL
 INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
   const int group = warp >> 2, row = warp * 16 + (lane >> 2);
   Place place = {0, 0};
-  if (TURNS && group == WARPGROUPS - 1) give_turn(2, 256);
+  if (group == WARPGROUPS - 1) give_turn(2, 256);
   Item item = item_of(p, 0);
   for (int turn = 0; item.count > 0; turn++) {
     const Item following = item_of(p, turn + 1);
@@ -319,48 +303,11 @@ UNROLL
     Scores scores;
     Sums sums;
     u32 weights[PAGES][4];
-    Rows rows = {{NOTHING, NOTHING}, {0.0f, 0.0f}};
+    Rows rows = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 UNROLL
     for (int i = 0; i < DIM / 2; i++) sums[i] = 0.0f;
 
     wait_at(l.queries_full, turn & 1);
-#if !OVERLAP
-    for (int tile = 0; tile < tiles; tile++) {
-      if (tile > 0) {
-        wait_at(l.full + 8 * place.slot, place.round);
-        begin_products();
-        multiply_values(sums, weights, l, place);
-        wait_for_products();
-        settle(sums);
-        if (lane == 0) arrive_at(l.empty + 8 * place.slot);
-        move_on(place);
-      }
-      wait_at(l.full + 8 * place.slot, place.round);
-      begin_products();
-      multiply_keys(scores, l, place, group);
-      wait_for_products();
-      settle(scores);
-      const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
-      if (tile >= masked) hide(scores, left, lane);
-      float most[2];
-      highest(most, scores);
-      if (any_lane(rises(most, rows, 0, p.scale) || rises(most, rows, 1, p.scale))) {
-UNROLL
-        for (int h = 0; h < 2; h++) {
-          if (!rises(most, rows, h, p.scale)) continue;
-          const float fade = power_of_2((rows.most[h] - most[h]) * p.scale);
-          rows.most[h] = most[h];
-          rows.sum[h] *= fade;
-UNROLL
-          for (int i = 0; i < DIM / 4; i++) sums[i >> 1 << 2 | 2 * h | (i & 1)] *= fade;
-        }
-      }
-      if (lane == 0) arrive_at(l.empty + 8 * place.slot);
-      move_on(place);
-      weigh<0, PAGES>(scores, rows, p.scale);
-      pack(weights, scores);
-    }
-#else
     wait_at(l.full + 8 * place.slot, place.round);
     begin_products();
     multiply_keys(scores, l, place, group);
@@ -376,12 +323,12 @@ UNROLL
       const Place at_keys = place;
       move_on(place);
       wait_at(l.full + 8 * at_keys.slot, at_keys.round);
-      if (TURNS) wait_turn(2 + group, 256);
+      wait_turn(2 + group, 256);
       begin_products();
       multiply_keys(scores, l, at_keys, group);
       wait_at(l.full + 8 * place.slot, place.round);
       multiply_values(sums, weights, l, place);
-      if (TURNS) give_turn(2 + (group + 1) % WARPGROUPS, 256);
+      give_turn(2 + (group + 1) % WARPGROUPS, 256);
       wait_for_products_but_one();
       settle(scores);
       const int left[2] = {seen[0] - tile * KEYS, seen[1] - tile * KEYS};
@@ -403,7 +350,6 @@ UNROLL
       weigh<BEFORE, PAGES>(scores, rows, p.scale);
       pack(weights, scores);
     }
-#endif
     if (lane == 0) arrive_at(l.queries_empty);
     wait_at(l.full + 8 * place.slot, place.round);
     if (tiles * KEYS > item.context) clear_values(l, place, item.context - (tiles - 1) * KEYS, group, warp % 4 * 32 + lane);
@@ -435,10 +381,10 @@ KERNEL_TOGETHER(paged_prefill, CONSUMERS + 32 * COPIERS, 1)(Args p, CONSTANT_MAP
   wait_for_inputs();
   release_dependents();
   if (warp >= CONSUMERS / 32) {
-    leave_registers<WARPGROUPS == 2 ? 40 : 32>();
+    leave_registers<40>();
     copy_items(p, queries, keys, values, l, warp - CONSUMERS / 32, lane);
   } else {
-    take_registers<WARPGROUPS == 2 ? 232 : 160>();
+    take_registers<232>();
     attend_items(p, l, warp, lane);
   }
 }
