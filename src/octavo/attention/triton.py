@@ -1,7 +1,7 @@
-"""Paged attention by this project's Triton kernels, for 16-bit and float8 caches on NVIDIA GPUs.
+"""Paged attention by this project's kernels for NVIDIA GPUs, for 16-bit and float8 caches: Triton's, and where they win those in CUDA C++.
 
-A step is planned once on the CPU from lengths known there: work items for the decodes, tiles for the prompt chunks, and where
-many queries read each key, lines to gather the pages into. One upload carries all of it. A layer then is one launch for norm,
+A step is planned once on the CPU from lengths known there: work items for the decodes (`decodes`), tiles for the prompt chunks
+(`chunks`), and where many queries read each key, lines to gather the pages into. One upload carries all of it. A layer then is one launch for norm,
 rotation and cache write, one for its decodes and one (or two) for its chunks.
 """
 

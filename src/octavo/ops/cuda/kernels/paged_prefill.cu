@@ -18,8 +18,8 @@
 #define LANES (SHARE > 2 ? 4 : SHARE)            // of it that hold a tile's block numbers
 #define AHEAD (32 / LANES)                       // tiles whose block numbers a warp holds
 #define STEPS (DIM / 16)
-#define SLACK 8.0f               // scores may be so much above the maximum that they are measured by, in base 2
-#define BEFORE (PAGES / 2)  // pages of a tile that are weighed before the products are waited for
+#define SLACK 8.0f          // that scores may be above the maximum that they are measured by, in base 2
+#define BEFORE (PAGES / 2)  // pages of a tile that are weighed by the maximum so far, before the products are waited for
 
 struct Args {
   const int* items;
