@@ -8,7 +8,8 @@ Times are CUDA-graph replays over several layers' caches, so that the L2 cache d
 in serving. Decode attention stands behind the launch that it follows in the engine (norm, rotation and cache write), because the two
 overlap: its time is that of both less that of a graph of the others alone. `alone` is the kernel behind itself. A prompt's attention
 is timed by itself and, where a case says so, between a layer's matmuls, which bring the card to its power limit and its clock down.
-Where two kernels take a case, both are timed; a star marks the one that the engine runs.
+Where two kernels take a case, both are timed, those of a prompt in turns, since the clock falls while they run; a star marks the one
+that the engine runs.
 Prints a table and writes benchmarks/results/gpu_attention.json.
 """
 
@@ -35,6 +36,8 @@ import torch
 import triton
 
 from octavo.ops.cuda import paged_decode as cuda
+from octavo.ops.cuda import paged_prefill as cuda_prefill
+from octavo.ops.cuda.chunk_plan import plan_chunks
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.cuda.even_plan import even_capacity, plan_even
 from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, plan_decode
@@ -146,19 +149,42 @@ def graph_us(layers: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def hot_us(call: Callable[[], object], tokens: int) -> float:
-    """Median microseconds of one call between matmuls of an 8B layer, once they have run long enough to reach the power limit."""
+def turns_us(calls: Sequence[Sequence[Callable[[], object]]], repeats: int = 7) -> list[float]:
+    """As `graph_us` for each, a replay of each in turn."""
+    graphs = []
+    for layers in calls:
+        layers[0]()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for layer in layers:
+                layer()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for graph, layers, mine in zip(graphs, calls, times, strict=True):
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            mine.append(begin.elapsed_time(end) * 1e3 / len(layers))
+    return [statistics.median(mine[1:]) for mine in times]
+
+
+def hot_us(calls: Sequence[Callable[[], object]], tokens: int) -> list[float]:
+    """Median microseconds of each call between matmuls of an 8B layer, once they have run long enough to reach the power limit."""
     x, up, down = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, 4096), (4096, 28672), (14336, 4096)))
-    events: list[list[torch.cuda.Event]] = []
+    events: list[list[list[torch.cuda.Event]]] = [[] for _ in calls]
     for _ in range(60):
-        wide = x @ up
-        torch.matmul(wide[:, :14336], down)
-        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
-        events[-1][0].record()
-        call()
-        events[-1][1].record()
+        for call, mine in zip(calls, events, strict=True):
+            wide = x @ up
+            torch.matmul(wide[:, :14336], down)
+            mine.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
+            mine[-1][0].record()
+            call()
+            mine[-1][1].record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in events[30:])
+    return [statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in mine[30:]) for mine in events]
 
 
 def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -348,10 +374,17 @@ PREFILL_CASES = (
     PrefillCase("8k from 0", (0,), (8192,)),
     PrefillCase("8k from 0, hot", (0,), (8192,), hot=True),
     PrefillCase("8k behind 24k", (24576,), (8192,)),
+    PrefillCase("4k from 0", (0,), (4096,)),
     PrefillCase("2k from 0", (0,), (2048,)),
+    PrefillCase("2k behind 8k", (8192,), (2048,)),
+    PrefillCase("2k behind 8k, hot", (8192,), (2048,), hot=True),
+    PrefillCase("1k behind 4k", (4096,), (1024,)),
+    PrefillCase("512 behind 8k", (8192,), (512,)),
+    PrefillCase("256 behind 8k", (8192,), (256,)),
     PrefillCase("14 x 560", (0,) * 14, (560,) * 14),
     PrefillCase("0.6B 14 x 560", (0,) * 14, (560,) * 14, heads=16),
     PrefillCase("64 behind 16k", (16384,), (64,)),
+    PrefillCase("70B, a rank of 8: 8k from 0", (0,), (8192,), heads=8, kv_heads=1),
     PrefillCase("4k from 0, dim 64", (0,), (4096,), head_dim=64),
     PrefillCase("4k from 0, dim 256", (0,), (4096,), heads=16, kv_heads=4, head_dim=256),
 )
@@ -367,62 +400,110 @@ def prefill_variants(case: PrefillCase, tune: bool) -> list[tuple[PrefillTuning,
     return [(PrefillTuning(*values), gathered) for values in grid for gathered in (False, True)]
 
 
-def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
+@dataclass(frozen=True)
+class PlannedPrefill:
+    """One kernel, with a plan of a case."""
+
+    kernel: str
+    shipped: bool
+    """Whether the engine runs it for such a step, where that is not captured."""
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+    """Of queries, keys, values, block tables and the output."""
+    plan_us: float
+    tuning: dict[str, object]
+
+
+def form_of_prefill(case: PrefillCase) -> cuda_prefill.Form | None:
+    """Of the kernel in CUDA C++, where it runs and takes the case."""
+    if architecture(torch.device("cuda", 0)) is None:
+        return None
+    return cuda_prefill.form_of(torch.bfloat16, torch.bfloat16, case.head_dim, BLOCK, case.kv_heads, case.heads // case.kv_heads)
+
+
+def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
     starts, counts = np.array(case.starts, dtype=np.int32), np.array(case.counts, dtype=np.int32)
-    table, num_blocks = tables(starts + counts)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    scale = case.head_dim**-0.5
+    found: list[PlannedPrefill] = []
+    form, wins = form_of_prefill(case), False
+    if form is not None:
+        plan_chunks(starts, counts, 0, form.tokens)
+        begin = time.perf_counter()
+        plan = plan_chunks(starts, counts, 0, form.tokens)
+        plan_us = (time.perf_counter() - begin) * 1e6
+        chunk_items, wins = torch.from_numpy(plan).to(DEVICE), cuda_prefill.wins(plan, form, sms)
+
+        def run_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: torch.Tensor, out: torch.Tensor) -> None:
+            cuda_prefill.paged_prefill(q, k, v, t, chunk_items, out, form, scale=scale)
+
+        found.append(PlannedPrefill("cuda", wins, run_cuda, plan_us, {"tokens": form.tokens, "slots": form.slots}))
+    gather_plan = plan_gather(starts + counts)
+    gathered_cache = GatheredCache.allocate(case.kv_heads, gather_plan.tokens, case.head_dim, torch.bfloat16, DEVICE)
+    chunks, gathered_starts = (torch.from_numpy(a).to(DEVICE) for a in (gather_plan.chunks, gather_plan.starts))
+    for i, (tuning, gathered) in enumerate(prefill_variants(case, tune)):
+        begin = time.perf_counter()
+        items_plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(case.heads // case.kv_heads), case.kv_heads, sms)
+        plan_us = (time.perf_counter() - begin) * 1e6
+        items = prefill_items(items_plan, DEVICE)
+        workspace = PrefillWorkspace.allocate(case.kv_heads, case.head_dim, sms, DEVICE, max_rows=256)
+
+        def run(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            t: torch.Tensor,
+            out: torch.Tensor,
+            items: torch.Tensor = items,
+            workspace: PrefillWorkspace = workspace,
+            tuning: PrefillTuning = tuning,
+            gathered: bool = gathered,
+        ) -> None:
+            options: dict[str, Any] = {"scale": scale, "tuning": tuning}
+            if gathered:
+                gather_cache(k, v, t, chunks, gathered_cache)
+                options |= {"gathered": gathered_cache, "gathered_starts": gathered_starts}
+            paged_prefill(q, k, v, t, items, workspace, out, **options)
+
+        found.append(PlannedPrefill("triton", not wins and i == 0, run, plan_us, vars(tuning) | {"gathered": gathered}))
+    return found
+
+
+def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
+    table, num_blocks = tables(np.array(case.starts) + np.array(case.counts))
     shape = (num_blocks, case.kv_heads, BLOCK, case.head_dim)
-    caches = [(random_cache(shape, torch.bfloat16), random_cache(shape, torch.bfloat16)) for _ in range(2)]
-    q = torch.randn(int(counts.sum()), case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    caches = [(random_cache(shape, torch.bfloat16), random_cache(shape, torch.bfloat16)) for _ in range(4)]
+    q = torch.randn(sum(case.counts), case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
     checked = min(case.counts[0], 256)
     skipped = case.counts[0] - checked
     expected = reference_row(q[skipped : case.counts[0]], *caches[0], table[0], case.starts[0] + skipped, checked)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    results: list[dict[str, object]] = []
-    gather_tokens = plan_gather(starts + counts).tokens
-    gathered_cache = GatheredCache.allocate(case.kv_heads, gather_tokens, case.head_dim, torch.bfloat16, DEVICE)
-    for tuning, gathered in prefill_variants(case, tune):
-        begin = time.perf_counter()
-        plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(case.heads // case.kv_heads), case.kv_heads, sms)
-        plan_us = (time.perf_counter() - begin) * 1e6
-        items = prefill_items(plan, DEVICE)
-        gather_plan = plan_gather(starts + counts)
-        chunks, gathered_starts = (torch.from_numpy(a).to(DEVICE) for a in (gather_plan.chunks, gather_plan.starts))
-        workspace = PrefillWorkspace.allocate(case.kv_heads, case.head_dim, sms, DEVICE, max_rows=256)
-        out = torch.full_like(q, float("nan"))
-
-        def call(
-            layer: int,
-            items: torch.Tensor = items,
-            workspace: PrefillWorkspace = workspace,
-            out: torch.Tensor = out,
-            tuning: PrefillTuning = tuning,
-            chunks: torch.Tensor = chunks,
-            gathered_starts: torch.Tensor = gathered_starts,
-            gathered: bool = gathered,
-        ) -> None:
-            options = {"scale": case.head_dim**-0.5, "tuning": tuning}
-            if gathered:
-                gather_cache(*caches[layer], table, chunks, gathered_cache)
-                options |= {"gathered": gathered_cache, "gathered_starts": gathered_starts}
-            paged_prefill(q, *caches[layer], table, items, workspace, out, **options)
-
+    out = torch.empty_like(q)
+    found: list[PlannedPrefill] = []
+    errors: list[float | None] = []
+    for planned in planned_prefills(case, tune):
+        out.fill_(float("nan"))
         try:
-            call(0)
+            planned.run(q, *caches[0], table, out)
         except triton.runtime.errors.OutOfResources as refusal:
-            print(f"{case.name} {tuning}: {refusal}", file=sys.stderr)
+            print(f"{case.name} {planned.tuning}: {refusal}", file=sys.stderr)
             continue
         error = float((out[skipped : case.counts[0]].float() - expected).norm() / expected.norm())
-        us = hot_us(functools.partial(call, 0), len(q)) if case.hot else graph_us([lambda: call(0), lambda: call(1)], repeats=5)
-        results.append(
-            {
-                "case": case.name,
-                "us": round(us, 1),
-                "tflops": round(case.flops() / us / 1e6, 1),
-                "error": error if np.isfinite(error) and not out.isnan().any() else None,
-                "plan_us": round(plan_us),
-                "tuning": vars(tuning) | {"gathered": gathered},
-            }
-        )
+        errors.append(error if np.isfinite(error) and not out.isnan().any() else None)
+        found.append(planned)
+    calls = [[functools.partial(planned.run, q, *cache, table, out) for cache in caches] for planned in found]
+    times = hot_us([layers[0] for layers in calls], len(q)) if case.hot else turns_us(calls)
+    results: list[dict[str, object]] = [
+        {
+            "case": case.name,
+            "kernel": planned.kernel,
+            "shipped": planned.shipped,
+            "us": round(us, 1),
+            "tflops": round(case.flops() / us / 1e6, 1),
+            "error": error,
+            "plan_us": round(planned.plan_us),
+            "tuning": planned.tuning,
+        }
+        for planned, us, error in zip(found, times, errors, strict=True)
+    ]
     return sorted(results, key=lambda result: result["us"])  # type: ignore[arg-type, return-value]
 
 
@@ -479,6 +560,8 @@ def compile_all(tune: bool, only: str) -> None:
                 )
     for prefill in PREFILL_CASES:
         if re.search(only, f"prefill {prefill.name}"):
+            if (prefill_form := form_of_prefill(prefill)) is not None:
+                cuda_prefill.prepare(prefill_form, torch.device("cuda", 0))
             for tuning, gathers in prefill_variants(prefill, tune):
                 jobs[f"p {prefill.heads} {prefill.head_dim} {tuning} {gathers}"] = (compile_prefill, (prefill, tuning, gathers))
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), max(1, (os.cpu_count() or 2) - 1))) as pool:
@@ -514,7 +597,7 @@ def main() -> None:
             results += found
             for result in found[: args.top]:
                 print(
-                    f"prefill {prefill.name:18} {result['us']:8} us {result['tflops']:6} TFLOP/s err {result['error']} "
+                    f"prefill {prefill.name:27} {result['kernel']:6}{'*' if result['shipped'] else ' '} {result['us']:8} us {result['tflops']:6} TFLOP/s err {result['error']} "
                     f"plan {result['plan_us']} us {list(result['tuning'].values())}"  # type: ignore[attr-defined]
                 )
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Paged attention by this project's Triton kernels, for 16-bit and float8 caches on NVIDIA GPUs.
+"""Paged attention by this project's kernels for NVIDIA GPUs, for 16-bit and float8 caches: Triton's, and where they win those in CUDA C++.
 
-A step is planned once on the CPU from lengths known there: work items for the decodes, tiles for the prompt chunks, and where
-many queries read each key, lines to gather the pages into. One upload carries all of it. A layer then is one launch for norm,
+A step is planned once on the CPU from lengths known there: work items for the decodes (`decodes`), tiles for the prompt chunks
+(`chunks`), and where many queries read each key, lines to gather the pages into. One upload carries all of it. A layer then is one launch for norm,
 rotation and cache write, one for its decodes and one (or two) for its chunks.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.chunks import ChunkDraft, Chunks, CudaChunks, TritonChunks, cuda_form
 from octavo.attention.decodes import CudaDecodes, Decodes, Geometry, LayerCache, TritonDecodes
 from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.attention.kv_calibration import FLOAT8, KvCalibration
@@ -23,19 +24,9 @@ from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
 from octavo.ops.transfer import upload_many
 from octavo.ops.triton.decode_plan import Bundles, bundle_rows
-from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache, gather_cache, plan_gather
-from octavo.ops.triton.launch import overlap_supported, sm_count
-from octavo.ops.triton.paged_prefill import (
-    GATHER_FROM,
-    PrefillTuning,
-    PrefillWorkspace,
-    paged_prefill,
-    prefill_tuning,
-    queries_per_key,
-)
-from octavo.ops.triton.prefill_plan import ITEM_FIELDS as CHUNK_FIELDS
-from octavo.ops.triton.prefill_plan import PART_ALIGNMENT, max_prefill_parts, plan_prefill
-from octavo.ops.triton.prefill_plan import ROW as CHUNK_ROW
+from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache
+from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.triton.prefill_plan import PART_ALIGNMENT
 from octavo.protocol.step import Int32
 
 GATHERED_TOKENS = 32768
@@ -43,20 +34,11 @@ GATHERED_TOKENS = 32768
 
 
 @dataclass(frozen=True)
-class ChunkWork:
-    items: torch.Tensor
-    tuning: PrefillTuning
-    gather_chunks: torch.Tensor | None
-    gather_starts: torch.Tensor | None
-    gathered: GatheredCache | None
-
-
-@dataclass(frozen=True)
 class LayerWork:
     """A step, seen by the layers of one geometry."""
 
     decodes: TritonDecodes | CudaDecodes | None
-    chunks: ChunkWork | None
+    chunks: TritonChunks | CudaChunks | None
 
 
 @dataclass(frozen=True)
@@ -113,19 +95,20 @@ class TritonAttention:
         self._geometries = [Geometry.of(layer, kinds.of(i)) for i, layer in enumerate(layers)]
         self._dtype = dtype
         self._device = device
-        self._overlap = overlap_supported(device)
-        self._sms = sm_count(device)
-        shapes = dict.fromkeys((layer.num_kv_heads, layer.head_dim) for layer in layers)
+        geometries, model_dtype = list(dict.fromkeys(self._geometries)), model_dtype or dtype
         limit = min(GATHERED_TOKENS, -(-max_gathered // LINE_ALIGNMENT) * LINE_ALIGNMENT)
-        # The tensor memory accelerator, which gathered lines are for, came with compute capability 9.
-        self._gathered = {
-            shape: GatheredCache.allocate(shape[0], limit, shape[1], model_dtype or dtype, device) for shape in shapes if self._overlap
+        # Triton's kernel reads gathered pages by the tensor memory accelerator, which came with compute capability 9.
+        shapes = {
+            (g.num_kv_heads, g.head_dim)
+            for g in geometries
+            if overlap_supported(device) and cuda_form(g, dtype, model_dtype, block_size, device) is None
         }
+        gathered = {shape: GatheredCache.allocate(shape[0], limit, shape[1], model_dtype, device) for shape in shapes}
         self._bundles: dict[int, tuple[SharedPrefixes, Bundles | None]] = {}
         """By rows a bundle: the last, which stay the same from step to step while no request comes or goes."""
-        self._decodes = {g: Decodes(g, dtype, model_dtype or dtype, block_size, device) for g in dict.fromkeys(self._geometries)}
-        self._chunk_parts = {
-            g: PrefillWorkspace.allocate(g.num_kv_heads, g.head_dim, self._sms, device) for g in dict.fromkeys(self._geometries)
+        self._decodes = {g: Decodes(g, dtype, model_dtype, block_size, device) for g in geometries}
+        self._chunks = {
+            g: Chunks(g, dtype, model_dtype, block_size, device, gathered.get((g.num_kv_heads, g.head_dim))) for g in geometries
         }
 
     @staticmethod
@@ -183,33 +166,18 @@ class TritonAttention:
 
     def _draft(self, batch: StepBatch, g: Geometry, arrays: list[Int32]) -> functools.partial[LayerWork]:
         """Plan for one geometry; what the device needs is appended to `arrays`, whose uploads the returned function takes."""
-        decodes, first = batch.num_decodes, len(arrays)
+        decodes, first, chunks = batch.num_decodes, len(arrays), None
         if decodes:
             arrays.append(self._decode_plan(g, batch.cpu_start[:decodes] + 1, decodes, batch.shared))
-        tuning, gather = None, False
         if decodes < len(batch.cpu_count):
-            start, count = batch.cpu_start[decodes:], batch.cpu_count[decodes:]
-            reuse, most = queries_per_key(start, count), int(count.max())
-            lines = plan_gather(start + count)
-            scratch = self._gathered.get((g.num_kv_heads, g.head_dim))
-            gather = scratch is not None and reuse >= GATHER_FROM and lines.tokens <= scratch.keys.shape[1]
-            tuning = prefill_tuning(g.head_dim, g.group, most, reuse, gathered=gather)
-            per_tile = tuning.tokens_per_tile(g.group)
-            items = plan_prefill(start, count, decodes, per_tile, g.num_kv_heads, self._sms, sliding_window=g.sliding_window).items
-            arrays += [items, lines.chunks, lines.starts] if gather else [items]
-        return functools.partial(self._work, g, first, decodes, tuning, gather)
+            chunks = self._chunks[g].draft(batch.cpu_start[decodes:], batch.cpu_count[decodes:], decodes)
+            arrays += chunks.arrays
+        return functools.partial(self._work, g, first, decodes, chunks)
 
-    def _work(
-        self, g: Geometry, first: int, decodes: int, tuning: PrefillTuning | None, gather: bool, arrays: list[torch.Tensor]
-    ) -> LayerWork:
-        mine = iter(arrays[first:])
-        decode_work = self._decodes[g].work(decodes, next(mine)) if decodes else None
-        if tuning is None:
-            return LayerWork(decode_work, None)
-        items = next(mine)
-        if not gather:
-            return LayerWork(decode_work, ChunkWork(items, tuning, None, None, None))
-        return LayerWork(decode_work, ChunkWork(items, tuning, next(mine), next(mine), self._gathered[g.num_kv_heads, g.head_dim]))
+    def _work(self, g: Geometry, first: int, decodes: int, chunks: ChunkDraft | None, arrays: list[torch.Tensor]) -> LayerWork:
+        mine = arrays[first:]
+        decode_work = self._decodes[g].work(decodes, mine.pop(0)) if decodes else None
+        return LayerWork(decode_work, None if chunks is None else chunks.finish(mine))
 
     def _decode_plan(self, g: Geometry, context_lens: Int32, rows: int, shared: SharedPrefixes | None) -> Int32:
         bundles = None if shared is None or g.most_bundled == 1 else self._bundled(shared, g.most_bundled)
@@ -223,17 +191,9 @@ class TritonAttention:
 
     # Graphs
 
-    def _chunk_tuning(self, g: Geometry, shape: GraphShape) -> PrefillTuning:
-        """One for all steps of a shape. They are too short for gathering pages to pay, or for the largest tiles."""
-        return prefill_tuning(g.head_dim, g.group, shape.tokens, 0.0, gathered=False)
-
     def _graph_sizes(self, g: Geometry, shape: GraphShape) -> tuple[int, int]:
         """Numbers in the plans of decodes and of chunks."""
-        decodes = self._decodes[g].capacity(shape.rows).size
-        if not shape.chunks:
-            return decodes, 0
-        per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
-        return decodes, (shape.tokens // per_tile + shape.chunks + max_prefill_parts(g.num_kv_heads, self._sms)) * CHUNK_FIELDS
+        return self._decodes[g].capacity(shape.rows).size, self._chunks[g].graph_size(shape)
 
     def graph_plan_size(self, shape: GraphShape) -> int:
         return sum(sum(self._graph_sizes(g, shape)) for g in dict.fromkeys(self._geometries))
@@ -247,18 +207,8 @@ class TritonAttention:
             out[place : place + decodes] = self._decode_plan(g, contexts, shape.rows, shared)
             place += decodes
             if chunks:
-                items = self._graph_chunks(g, start, count, num_decodes, shape).reshape(-1)
-                out[place : place + len(items)] = items
-                out[place + len(items) : place + chunks] = 0
+                out[place : place + chunks] = self._chunks[g].graph_plan(start, count, num_decodes, shape)
                 place += chunks
-
-    def _graph_chunks(self, g: Geometry, start: Int32, count: Int32, num_decodes: int, shape: GraphShape) -> Int32:
-        """[items, CHUNK_FIELDS] of the rows after the decodes, numbered as in the whole step."""
-        per_tile = self._chunk_tuning(g, shape).tokens_per_tile(g.group)
-        begin, chunk = start[num_decodes:], count[num_decodes:]
-        items = plan_prefill(begin, chunk, num_decodes, per_tile, g.num_kv_heads, self._sms, sliding_window=g.sliding_window).items
-        items[:, CHUNK_ROW] += num_decodes
-        return items
 
     def graph_attend(self, plan: torch.Tensor, shape: GraphShape, tables: Sequence[KindTables]) -> Attend:
         work, place = {}, 0
@@ -266,11 +216,8 @@ class TritonAttention:
             decodes, chunks = self._graph_sizes(g, shape)
             decode_work = self._decodes[g].work(shape.rows, plan[place : place + decodes])
             place += decodes
-            chunk_work = None
-            if chunks:
-                chunk_items = plan[place : place + chunks].view(-1, CHUNK_FIELDS)
-                chunk_work = ChunkWork(chunk_items, self._chunk_tuning(g, shape), None, None, None)
-                place += chunks
+            chunk_work = self._chunks[g].graph_work(plan[place : place + chunks], shape) if chunks else None
+            place += chunks
             work[g] = LayerWork(decode_work, chunk_work)
         return self._attend_with(work, [LayerTables(t.block_tables, t.block_tables, t.cache_slots) for t in tables], shape.rows)
 
@@ -282,28 +229,11 @@ class TritonAttention:
         """Attend over what is cached. q: [tokens, heads, head_dim]; the same shape comes back."""
         spec, (keys, values), stored = self._layers[layer], self.cache.of(layer), self.cache.scale(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        cache = LayerCache(spec, keys, values, stored)
         if work.decodes is not None:
-            work.decodes.attend(q[:decodes], LayerCache(spec, keys, values, stored), block_tables[:decodes], out[:decodes])
-        if (chunks := work.chunks) is not None:
-            if chunks.gathered is not None and chunks.gather_chunks is not None:
-                gather_cache(keys, values, chunk_tables, chunks.gather_chunks, chunks.gathered)
-            paged_prefill(
-                q,
-                keys,
-                values,
-                chunk_tables,
-                chunks.items,
-                self._chunk_parts[self._geometries[layer]],
-                out,
-                scale=spec.scale,
-                tuning=chunks.tuning,
-                sliding_window=spec.sliding_window,
-                soft_cap=spec.soft_cap,
-                k_scale=stored.k,
-                v_scale=stored.v,
-                gathered=chunks.gathered,
-                gathered_starts=chunks.gather_starts,
-            )
+            work.decodes.attend(q[:decodes], cache, block_tables[:decodes], out[:decodes])
+        if work.chunks is not None:
+            work.chunks.attend(q, cache, chunk_tables, out)
         return out
 
 

@@ -75,6 +75,12 @@ INLINE void leave_registers() {}
 INLINE void block_barrier() { meet(block_counter, (int)lanes.size()); }
 static Counter some_counter;
 INLINE void some_barrier(int threads) { meet(some_counter, threads); }
+static Counter turns[16];
+INLINE void wait_turn(int barrier, int threads) { meet(turns[barrier], threads); }
+INLINE void give_turn(int barrier, int threads) {
+  Counter& counter = turns[barrier];
+  if (++counter.waiting == threads) counter.waiting = 0, counter.generation++;
+}
 INLINE void warp_barrier() { meet(warp_counters[current / 32], 32); }
 
 INLINE void wait_for_inputs() {}
@@ -202,6 +208,10 @@ INLINE u32 of_lane(u32 x, int lane) {
   warp_barrier();
   return r;
 }
+template <int bit>
+INLINE float of_neighbour(float x) {
+  return bits(of_lane(bits(x), current % 32 ^ bit));
+}
 INLINE void load_matrices(u32 (&r)[4], u32 at) {
   shuffled[current] = at;
   warp_barrier();
@@ -246,12 +256,39 @@ INLINE void begin_products() {}
 INLINE void close_products() {}
 INLINE void wait_for_products() {}
 INLINE void wait_for_products_but_one() {}
+template <int count>
+INLINE void settle(float (&)[count]) {}
+INLINE void show_to_products() {}
 template <class T>
 static T swizzled(u32 tile, int row, int byte) {
   T r;
   memcpy(&r, shared_memory + tile + row * 128 + (byte ^ (row % 8 * 16)), sizeof(T));
   return r;
 }
+#ifdef KEYS
+INLINE void score_mma(float (&d)[KEYS / 2], u32 q, u32 k, int byte, bool add) {
+  int lane = current & 31, warp = current / 32 % 4;
+  if (q % 1024 || k % 1024) abort();
+  for (int i = 0; i < KEYS / 2; i++) {
+    int row = warp * 16 + lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
+    float sum = add ? d[i] : 0;
+    for (int e = 0; e < 16; e++) sum += widened(swizzled<u16>(q, row, byte + 2 * e)) * widened(swizzled<u16>(k, column, byte + 2 * e));
+    d[i] = sum;
+  }
+}
+// The second operand: 16 rows, 64 elements of each, then the next 64.
+INLINE void value_mma(float (&d)[DIM / 2], const u32 (&a)[4], u32 v, int byte) {
+  int lane = current & 31;
+  v += byte;
+  if (v % 1024) abort();
+  show(a, 0, 0);
+  for (int i = 0; i < DIM / 2; i++) {
+    int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
+    for (int k = 0; k < 16; k++) d[i] += operand_a(row, k) * widened(swizzled<u16>(v + column / 64 * 2048, k, column % 64 * 2));
+  }
+  warp_barrier();
+}
+#endif
 #ifdef FLOAT8
 static float of_float8(u8 x) {
   int e = x >> 3 & 15, m = x & 7;
@@ -328,6 +365,10 @@ INLINE float as_float(u32 x) { return bits(x); }
 INLINE void store_floats(float* p, const float (&x)[4]) { memcpy(p, x, 16); }
 
 INLINE void store_pair(float* p, float x, float y) { p[0] = x, p[1] = y; }
+INLINE void store4(u8* p, u32 x) {
+  if ((uintptr_t)p % 4) abort();
+  memcpy(p, &x, 4);
+}
 INLINE void store8(u8* p, u32 x, u32 y) {
   if ((uintptr_t)p % 8) abort();
   memcpy(p, &x, 4), memcpy(p + 4, &y, 4);
@@ -357,6 +398,7 @@ INLINE void arrive_at(u32 bar) {
 INLINE void wait_at(u32 bar, int parity) {
   while ((phases.at(bar).completed & 1) == parity) others_turn();
 }
+INLINE void sleep_at(u32 bar, int parity) { wait_at(bar, parity); }
 static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 bar) {
   if (to % (map.exchanged ? 1024 : 128)) abort();
   const int64_t bytes = 4 * map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.box[4];
@@ -381,6 +423,7 @@ static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 ba
 INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_tensor(to, map, {0, row, chunk, 0, 0}, bar); }
 INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_box(to, map, row, chunk, bar); }
 INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, 0, head, block}, bar); }
+INLINE void copy_lines(u32 to, const Map& map, int row, int line, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, line, head, block}, bar); }
 INLINE void prefetch_map(const Map&) {}
 INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
   if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || to + bytes > sizeof(shared_memory)) abort();
@@ -459,6 +502,7 @@ static void run_blocks(int threads, int x, int y, int z, std::function<void()> k
         lanes.assign(threads, Lane());
         warp_counters.assign(threads / 32, Counter());
         block_counter = some_counter = Counter();
+        for (Counter& turn : turns) turn = Counter();
         phases.clear();
         memset(shared_memory, 0xff, sizeof(shared_memory));
         for (auto& lane : lanes) {

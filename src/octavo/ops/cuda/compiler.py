@@ -39,8 +39,8 @@ def library() -> ctypes.CDLL | None:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(place)
     logger.warning(
-        "The CUDA compiler NVRTC (libnvrtc.so.%s), which PyTorch's packages bring along, was not found: slower kernels attend for few "
-        "requests and multiply low-bit weights. `pip install nvidia-cuda-nvrtc` installs it.",
+        "The CUDA compiler NVRTC (libnvrtc.so.%s), which PyTorch's packages bring along, was not found: slower kernels attend and "
+        "multiply low-bit weights. `pip install nvidia-cuda-nvrtc` installs it.",
         major,
     )
     return None

@@ -41,6 +41,10 @@ INLINE void block_barrier() { __syncthreads(); }
 // Of the first so many threads of a block.
 INLINE void some_barrier(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
+// So many threads meet at a barrier of this number; who gives the turn does not wait.
+INLINE void wait_turn(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+INLINE void give_turn(int barrier, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+
 // Programmatic dependent launch: wait for what the kernel before wrote; let the next one be set up.
 INLINE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 INLINE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
@@ -175,6 +179,7 @@ INLINE void store_floats(float* p, const float (&x)[4]) {
   asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 INLINE void store_pair(float* p, float x, float y) { asm volatile("st.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(x), "f"(y) : "memory"); }
+INLINE void store4(u8* p, u32 x) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
 INLINE void store8(u8* p, u32 x, u32 y) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
 #define INFINITE __int_as_float(0x7f800000)
 INLINE float larger(float a, float b) { return fmaxf(a, b); }
@@ -205,6 +210,14 @@ INLINE void wait_at(u32 bar, int parity) {
       "r"(parity)
       : "memory");
 }
+// The same, asleep meanwhile: who asks again and again takes turns and power from those that compute.
+INLINE void sleep_at(u32 bar, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n@done bra over;\nbra again;\nover:\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
 // A box of the tensor that `map` describes, by the copy engine: WIDTH bytes of so many rows from `row` on, so many chunks from `chunk` on;
 // in shared memory chunk by chunk, row by row. Zeros outside. Its bytes count at the barrier when they are there.
 INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
@@ -227,6 +240,12 @@ INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 
                "r"(0), "r"(row), "r"(0), "r"(head), "r"(block), "r"(bar)
                : "memory");
 }
+// The same for a box of the map's own size, from line `line` of 128 bytes of each row on.
+INLINE void copy_lines(u32 to, const Map& map, int row, int line, int head, int block, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to), "l"(&map),
+               "r"(0), "r"(row), "r"(line), "r"(head), "r"(block), "r"(bar)
+               : "memory");
+}
 INLINE void prefetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // The same for bytes that lie in a row: a multiple of 16, from a multiple of 16 to another.
 INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
@@ -247,6 +266,11 @@ INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 INLINE u32 of_lane(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+// Of the lane whose number differs in this bit.
+template <int bit>
+INLINE float of_neighbour(float x) {
+  return __shfl_xor_sync(0xffffffffu, x, bit);
+}
 INLINE u32 largest(u32 a, u32 b) { return a > b ? a : b; }
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
@@ -257,9 +281,22 @@ INLINE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 INLINE void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 INLINE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 INLINE void wait_for_products_but_one() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+// What products have written is read behind the wait for them, not earlier.
+template <int count>
+INLINE void settle(float (&d)[count]) {
+UNROLL
+  for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Earlier stores to shared memory are seen by the tensor cores and the copy engine.
+INLINE void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8: so the tensor cores read without bank conflicts.
 INLINE u64 swizzled_operand(u32 tile, int byte) {
   const u32 low = ((tile & 0x3ffff) >> 4 | 1u << 16) + (byte >> 4);
+  return (u64)(64u | 1u << 30) << 32 | low;
+}
+// The same for a matrix whose columns are the rows: 16 of them, 64 elements of each, and `lines` bytes further the next 64.
+INLINE u64 transposed_operand(u32 tile, int byte, int lines) {
+  const u32 low = ((tile & 0x3ffff) >> 4 | (u32)lines >> 4 << 16) + (byte >> 4);
   return (u64)(64u | 1u << 30) << 32 | low;
 }
 #endif

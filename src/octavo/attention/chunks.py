@@ -1,0 +1,189 @@
+"""`Chunks`: which kernel attends to the prompt chunks of a step, and the plans that it takes.
+
+Enough queries to fill the GPU: CUDA C++ (`ops.cuda.paged_prefill`), where it runs and takes the layers; all else, and captured steps,
+of which nobody knows how many queries they will have: Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from octavo.attention.base import GraphShape
+from octavo.attention.decodes import Geometry, LayerCache
+from octavo.ops.cuda import paged_prefill as cuda
+from octavo.ops.cuda.chunk_plan import plan_chunks
+from octavo.ops.cuda.compiler import CompilerError, architecture
+from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
+from octavo.ops.triton.launch import compiles_only, sm_count
+from octavo.ops.triton.paged_prefill import (
+    GATHER_FROM,
+    PrefillTuning,
+    PrefillWorkspace,
+    paged_prefill,
+    prefill_tuning,
+    queries_per_key,
+)
+from octavo.ops.triton.prefill_plan import ITEM_FIELDS, ROW, max_prefill_parts, plan_prefill
+from octavo.protocol.step import Int32
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TritonChunks:
+    """A step's chunks, planned for Triton's kernel."""
+
+    items: torch.Tensor
+    tuning: PrefillTuning
+    workspace: PrefillWorkspace
+    gather_chunks: torch.Tensor | None = None
+    gather_starts: torch.Tensor | None = None
+    gathered: GatheredCache | None = None
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, block_tables: torch.Tensor, out: torch.Tensor) -> None:
+        spec, keys, values = cache.spec, cache.keys, cache.values
+        if self.gathered is not None and self.gather_chunks is not None:
+            gather_cache(keys, values, block_tables, self.gather_chunks, self.gathered)
+        paged_prefill(
+            q,
+            keys,
+            values,
+            block_tables,
+            self.items,
+            self.workspace,
+            out,
+            scale=spec.scale,
+            tuning=self.tuning,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            k_scale=cache.stored.k,
+            v_scale=cache.stored.v,
+            gathered=self.gathered,
+            gathered_starts=self.gather_starts,
+        )
+
+
+@dataclass(frozen=True)
+class CudaChunks:
+    """A step's chunks, planned for the kernel in CUDA C++."""
+
+    items: torch.Tensor
+    form: cuda.Form
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, block_tables: torch.Tensor, out: torch.Tensor) -> None:
+        if compiles_only():
+            return  # What the plan is copied by has not run.
+        cuda.paged_prefill(q, cache.keys, cache.values, block_tables, self.items, out, self.form, scale=cache.spec.scale)
+
+
+@dataclass(frozen=True)
+class ChunkDraft:
+    """A plan on its way to the device."""
+
+    arrays: list[Int32]
+    finish: Callable[[list[torch.Tensor]], TritonChunks | CudaChunks]
+    """Takes `arrays` on the device."""
+
+
+def cuda_form(g: Geometry, dtype: torch.dtype, model_dtype: torch.dtype, block_size: int, device: torch.device) -> cuda.Form | None:
+    """Of the CUDA C++ kernel for these layers; None where it does not run or does not take them."""
+    if architecture(device) is None or g.sliding_window is not None or g.capped:
+        return None
+    return cuda.form_of(model_dtype, dtype, g.head_dim, block_size, g.num_kv_heads, g.group)
+
+
+class Chunks:
+    """Plans and workspaces for the layers of one geometry.
+
+    Args:
+        dtype: of the cache.
+        model_dtype: of queries.
+        block_size: tokens of a cache block.
+        gathered: scratch for a layer's pages, shared with other geometries of its shape; None: pages are not gathered.
+    """
+
+    def __init__(
+        self,
+        g: Geometry,
+        dtype: torch.dtype,
+        model_dtype: torch.dtype,
+        block_size: int,
+        device: torch.device,
+        gathered: GatheredCache | None,
+    ) -> None:
+        self._g, self._device, self._gathered = g, device, gathered
+        self._sms = sm_count(device)
+        self._workspace = PrefillWorkspace.allocate(g.num_kv_heads, g.head_dim, self._sms, device)
+        self._form = cuda_form(g, dtype, model_dtype, block_size, device)
+        if self._form is not None:
+            cuda.prepare(self._form, device)
+
+    @functools.cached_property
+    def _compiled(self) -> cuda.Form | None:
+        if self._form is None:
+            return None
+        try:
+            cuda.finish_preparing(self._form, self._device)
+        except CompilerError as error:
+            logger.warning("The CUDA kernel for prompt attention could not be compiled, a slower one takes its place: %s", error)
+            return None
+        return self._form
+
+    # Eager steps
+
+    def draft(self, start: Int32, count: Int32, first_token: int) -> ChunkDraft:
+        """A plan for a step's chunks, whose rows follow each other from token `first_token` of the batch on. start, count: [rows]."""
+        g = self._g
+        if (form := self._compiled) is not None:
+            items = plan_chunks(start, count, first_token, form.tokens)
+            if cuda.wins(items, form, self._sms):
+                return ChunkDraft([items], lambda on_device: CudaChunks(on_device[0], form))
+        reuse = queries_per_key(start, count)
+        lines = plan_gather(start + count)
+        gathered = self._gathered
+        if gathered is not None and (reuse < GATHER_FROM or lines.tokens > gathered.keys.shape[1]):
+            gathered = None
+        tuning = prefill_tuning(g.head_dim, g.group, int(count.max()), reuse, gathered=gathered is not None)
+        items = self._items(start, count, first_token, tuning)
+        if gathered is None:
+            return ChunkDraft([items], lambda on_device: TritonChunks(on_device[0], tuning, self._workspace))
+        arrays = [items, lines.chunks, lines.starts]
+        return ChunkDraft(
+            arrays, lambda on_device: TritonChunks(on_device[0], tuning, self._workspace, on_device[1], on_device[2], gathered)
+        )
+
+    def _items(self, start: Int32, count: Int32, first_token: int, tuning: PrefillTuning) -> Int32:
+        g = self._g
+        per_tile = tuning.tokens_per_tile(g.group)
+        return plan_prefill(start, count, first_token, per_tile, g.num_kv_heads, self._sms, sliding_window=g.sliding_window).items
+
+    # Graphs
+
+    def _tuning(self, shape: GraphShape) -> PrefillTuning:
+        """One for all steps of a shape. They are too short for gathering pages to pay, or for the largest tiles."""
+        return prefill_tuning(self._g.head_dim, self._g.group, shape.tokens, 0.0, gathered=False)
+
+    def graph_size(self, shape: GraphShape) -> int:
+        """Numbers in a plan."""
+        if not shape.chunks:
+            return 0
+        tiles = shape.tokens // self._tuning(shape).tokens_per_tile(self._g.group) + shape.chunks
+        return (tiles + max_prefill_parts(self._g.num_kv_heads, self._sms)) * ITEM_FIELDS
+
+    def graph_plan(self, start: Int32, count: Int32, first_row: int, shape: GraphShape) -> Int32:
+        """[graph_size] a plan of the rows from `first_row` on, numbered as in the whole step; each before has one token."""
+        items = self._items(start[first_row:], count[first_row:], first_row, self._tuning(shape))
+        items[:, ROW] += first_row
+        plan = np.zeros(self.graph_size(shape), np.int32)
+        plan[: items.size] = items.reshape(-1)
+        return plan
+
+    def graph_work(self, plan: torch.Tensor, shape: GraphShape) -> TritonChunks:
+        """The chunks of a plan whose numbers are in `plan` when they run."""
+        return TritonChunks(plan.view(-1, ITEM_FIELDS), self._tuning(shape), self._workspace)
