@@ -76,7 +76,9 @@ def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
             tuning = cuda.Stream(tiles, warps, split, stages, blocks)
             x_registers = tuning.per_warp(form, inner) * tiles * form.chunk // 8
             even = inner / (form.chunk * warps * split * tuning.per_warp(form, inner))
-            fits = tuning.shared_bytes(form) * blocks <= SHARED_BYTES and x_registers + 50 <= min(255, REGISTERS / tuning.threads / blocks)
+            fits = tuning.shared_bytes(form, inner) * blocks <= SHARED_BYTES and x_registers + 50 <= min(
+                255, REGISTERS / tuning.threads / blocks
+            )
             if fits and x_registers <= 96 and 0.8 <= even <= 1:
                 yield tuning
     if rows >= 16:
@@ -84,7 +86,7 @@ def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
             tiled = cuda.Tiles(tile, groups, 1, blocks, integers)
             sums = tile if integers else tile // 2
             registers = 40 + (32 if integers else 64) + tile // 2 + (sums if form.group else 0)
-            fits = registers <= 504 // blocks // (groups + 1) and tiled.shared_bytes(form) * 3 <= SHARED_BYTES // blocks
+            fits = registers <= 504 // blocks // (groups + 1) and tiled.shared_bytes(form, inner) * 3 <= SHARED_BYTES // blocks
             if rows / 2 <= tile <= max(16, rows) and fits and (form.integers or not integers):
                 yield tiled.filled(form)
 

@@ -110,8 +110,10 @@ def unpacking(kind: str) -> None:
 
 def rounding(integer: bool) -> None:
     signature = {"x_ptr": "*bf16", "out_ptr": "*i8" if integer else "*fp8e4nv", "scale_ptr": "*fp32", "given_ptr": "*fp32"}
-    constants = {"LARGEST": 127.5 if integer else 448.0, "INTEGER": integer, "GIVEN": False, "BLOCK": 1024, "OVERLAP": True}
-    build("round", round_rows._round_kernel, signature | {"inner": "i32", "x_stride": "i32"}, constants)
+    constants = {"LARGEST": 127.5 if integer else 448.0, "INTEGER": integer, "GIVEN": False, "OVERLAP": True}
+    sizes = {"inner": "i32", "x_stride": "i32"}
+    build("round", round_rows._round_kernel, signature | sizes, {**constants, "PAD": 4096}, warps=8)
+    build("round long", round_rows._round_long_kernel, signature | sizes, {**constants, "BLOCK": 1024})
 
 
 def main() -> None:

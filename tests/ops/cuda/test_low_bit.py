@@ -105,6 +105,15 @@ def test_the_dequantised_product(kind: str, group: int, zeros: bool, tuning: Tun
     assert error(got, x.double() @ dequantize(rows, torch.float64).T + bias.double()) < limit
 
 
+def test_a_block_with_many_strips_of_a_split_product() -> None:
+    """More than a warp's lanes count at once."""
+    torch.manual_seed(0)
+    out = 16 * (40 if not ON_GPU else 40 * sm_count(DEVICE))
+    rows, x = coded("int4", out, 256, 64, zeros=True), torch.randn(3, 256, device=DEVICE).half()
+    got = product(x, packed(rows, torch.float16), None, Stream(1, 2, 2, 2))
+    assert error(got, x.double() @ dequantize(rows, torch.float64).T) < 4e-4
+
+
 FEW_ROWS = [Stream(1, 4, 1, 2), Tiles(16, 1, 2)]
 
 
@@ -159,7 +168,7 @@ def test_every_choice_fits(kind: Any, group: int) -> None:
                 tuning = choice(form, out, inner, rows, 132)
                 if tuning is None:
                     continue
-                assert tuning.shared_bytes(form) <= 227 << 10
+                assert tuning.shared_bytes(form, inner) <= 227 << 10
                 assert rows <= tuning.rows or isinstance(tuning, Tiles)
                 chunks = inner // form.chunk
                 if isinstance(tuning, Stream):

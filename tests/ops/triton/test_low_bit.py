@@ -177,6 +177,17 @@ def test_rounding_of_inputs_is_the_reference(kind: str, given: float | None, dev
     assert (ours == theirs).float().mean() > (0.8 if kind == "float8" and device.type == "cpu" else 0.999)  # nor is it exact near zero
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_long_rows_are_rounded_alike(kind: str, device: torch.device) -> None:
+    x = torch.randn(2, 20000, device=device)
+    activations = Activations(kind)  # type: ignore[arg-type]
+    codes, scale = round_rows(x, activations)
+    parts, scales = round_rows(x.view(4, 10000), activations)
+    whole = scales.view(2, 2).argmax(1) + torch.tensor([0, 2], device=device)  # the halves that the row's scale is of
+    torch.testing.assert_close(scale.squeeze(1), scales[whole].squeeze(1), rtol=0, atol=0)
+    assert torch.equal(codes.view(4, 10000)[whole].float(), parts[whole].float())
+
+
 def test_integer_sums_are_scaled(device: torch.device) -> None:
     sums = torch.randint(-1000, 1000, (3, 1500), dtype=torch.int32, device=device)
     scale, columns, bias = (torch.rand(*shape, device=device) for shape in ((3, 1), (1, 1500), (1500,)))
@@ -220,7 +231,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(program, cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 19
+    assert len(kernels) == 21
     for kernel in kernels:
         assert kernel["shared"] < 200_000
         if kernel["kernel"].endswith("sm90"):

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <vector>
@@ -43,6 +44,13 @@ struct Lane {
   std::vector<char> stack;
   bool done = false;
   u32 a[4], b[2];
+  struct Copy {
+    int group;
+    u32 to;
+    const u8* from;
+  };
+  std::deque<Copy> copies;  // that have begun
+  int closed = 0;           // groups of them
 };
 static std::vector<Lane> lanes;
 static ucontext_t scheduler;
@@ -424,6 +432,18 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) { copy
 INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_box(to, map, row, chunk, bar); }
 INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, 0, head, block}, bar); }
 INLINE void copy_lines(u32 to, const Map& map, int row, int line, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, line, head, block}, bar); }
+// They are there as late as may be, and what is read before is wrong.
+INLINE void begin_copy16(u32 to, const u8* from) {
+  if (to % 16 || (uintptr_t)from % 16 || to + 16 > sizeof(shared_memory)) abort();
+  lanes[current].copies.push_back({lanes[current].closed, to, from});
+}
+INLINE void close_copies() { lanes[current].closed++; }
+template <int count>
+INLINE void wait_for_copies_but() {
+  auto& copies = lanes[current].copies;
+  for (; !copies.empty() && copies.front().group < lanes[current].closed - count; copies.pop_front())
+    memcpy(shared_memory + copies.front().to, copies.front().from, 16);
+}
 INLINE void prefetch_map(const Map&) {}
 INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
   if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || to + bytes > sizeof(shared_memory)) abort();

@@ -62,6 +62,11 @@ class Form:
         """Inner elements a loop iteration."""
         return (16 if self.wide else 8) * (8 if self.kind in FOUR_BITS else 4)
 
+    def bytes_of_groups(self, columns: int) -> int:
+        """Of the scales and zeros that so many columns have for a chunk."""
+        scale, zero = 4 if self.scale_type == 0 else 2, (1 if self.kind == "int4" else 2) if self.zeros else 0
+        return (2 if self.halves else 1) * columns * (scale + zero)
+
     @property
     def sums_once(self) -> bool:
         """Sums of integers are converted and scaled once a row of the weight, not once a group: then nothing is cheaper."""
@@ -87,6 +92,10 @@ class Form:
         }
         types = {"SCALE_TYPE": self.scale_type, "SCALE_TYPE_TABLE": self.table_type, "SCALES": self.scales, "ZEROS": self.zeros}
         return {name: int(value) for name, value in (numbers | types).items()}
+
+
+_STRIPS_AHEAD = 4
+"""Of which `stream` has scales copied."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +131,13 @@ class Stream:
         """Chunks of a strip that a warp has, whose part of x it keeps."""
         return -(-inner // (form.chunk * self.warps * self.split))
 
-    def shared_bytes(self, form: Form) -> int:
-        return 256 + 2 * self.warps * self.rows * 20 * 4 + 128 + self.stages * self.warps * 16 * form.width
+    def shared_bytes(self, form: Form, inner: int) -> int:
+        along = form.group and form.kind != "float8"
+        scales = _STRIPS_AHEAD * self.warps * self.per_warp(form, inner) * form.bytes_of_groups(16) if along else 0
+        return 256 + 2 * self.warps * self.rows * 20 * 4 + scales + 128 + self.stages * self.warps * 16 * form.width
 
     def definitions(self, form: Form, inner: int) -> dict[str, int]:
-        numbers = {"TILES": self.tiles, "WARPS": self.warps, "SPLIT": self.split, "STAGES": self.stages}
+        numbers = {"TILES": self.tiles, "WARPS": self.warps, "SPLIT": self.split, "STAGES": self.stages, "STRIPS_AHEAD": _STRIPS_AHEAD}
         return numbers | {"PER_WARP": self.per_warp(form, inner), "INTEGERS": int(form.integers), "WARPGROUP": 0}
 
 
@@ -157,8 +168,8 @@ class Inputs:
         """Of `rows` rows of 128 inner elements."""
         return self.rows * (256 + (4 * form.groups_of(STAGE_INNER) if self.integers and form.zeros else 0))
 
-    def shared_bytes(self, form: Form) -> int:
-        del form
+    def shared_bytes(self, form: Form, inner: int) -> int:
+        del form, inner
         return 64
 
     def definitions(self, form: Form, inner: int) -> dict[str, int]:
@@ -199,7 +210,8 @@ class Tiles:
     def tiles(self, rows: int, columns: int) -> int:
         return -(-columns // self.columns) * -(-rows // self.rows)
 
-    def shared_bytes(self, form: Form) -> int:
+    def shared_bytes(self, form: Form, inner: int) -> int:
+        del inner
         groups = form.groups_of(STAGE_INNER)
         scales = 0 if not form.group or form.kind == "float8" else groups * (4 if form.scale_type == 0 else 2)
         zeros = groups * (1 if form.kind == "int4" else 2) if form.zeros else 0
@@ -210,7 +222,7 @@ class Tiles:
     def filled(self, form: Form) -> Tiles:
         """With as many stages as an SM's memory has room for."""
         room = SHARED_BYTES // self.blocks - (1024 if self.blocks > 1 else 0)
-        stages = next(n for n in range(8, 0, -1) if dataclasses.replace(self, stages=n).shared_bytes(form) <= room)
+        stages = next(n for n in range(8, 0, -1) if dataclasses.replace(self, stages=n).shared_bytes(form, 0) <= room)
         return dataclasses.replace(self, stages=stages)
 
     def definitions(self, form: Form, inner: int) -> dict[str, int]:
@@ -436,7 +448,7 @@ def _code(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device)
 @functools.cache
 def _kernel(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device) -> Kernel:
     code = _code(form, tuning, inner, device).result()
-    shared = tuning.shared_bytes(form)
+    shared = tuning.shared_bytes(form, inner)
     with torch.cuda.device(device):
         return Kernel(code, tuning.name, tuning.threads, shared, overlap=overlap_supported(device))
 

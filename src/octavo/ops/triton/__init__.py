@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.ops.registry import Activation
 
 
 def overrides() -> dict[str, Any]:
@@ -17,10 +22,17 @@ def overrides() -> dict[str, Any]:
 
     prefer_shared_memory()
     linear = TritonLinear()
+
+    def add_norm_between(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, weight, eps, whole_sms=linear.fills_whole_sms)
+
+    def gated_mul_between(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return gated_mul(gate_up, activation, whole_sms=linear.fills_whole_sms)
+
     return {
         "rms_norm": rms_norm,
-        "add_rms_norm": add_rms_norm,
-        "gated_mul": gated_mul,
+        "add_rms_norm": add_norm_between,
+        "gated_mul": gated_mul_between,
         "pack_linear": linear.pack,
         "pack_coded": linear.pack_coded,
         "linear": linear.linear,

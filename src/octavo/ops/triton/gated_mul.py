@@ -44,12 +44,12 @@ def _gated_mul_kernel(
     tl.store(out_ptr + row * out_stride + d, (y.to(dtype).to(tl.float32) * up.to(tl.float32)).to(dtype), mask=mask)
 
 
-def gated_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """See `ops.registry.GatedMul`."""
+def gated_mul(gate_up: torch.Tensor, activation: Activation, *, whole_sms: bool = False) -> torch.Tensor:
+    """See `ops.registry.GatedMul`. `whole_sms`: see `turns.overlap`."""
     tokens, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, dim, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        turn = overlap(len(gate_up), gate_up.device)
+        turn = overlap(len(gate_up), gate_up.device, whole_sms=whole_sms)
         _gated_mul_kernel[(tokens, triton.cdiv(dim, _BLOCK))](
             gate_up,
             out,

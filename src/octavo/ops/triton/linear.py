@@ -46,10 +46,17 @@ class TritonLinear:
         self._choices: dict[tuple[int, int], Choices] = {}
         """By (out_features, in_features)."""
         self._compiles = True
+        self._packed = 0
+
+    @property
+    def fills_whole_sms(self) -> bool:
+        """Whether most products of one row have thread blocks that fill an SM each."""
+        return self._low_bit.streams > self._packed
 
     def pack(self, weight: torch.Tensor) -> LinearWeight:
         """See `ops.registry.PackLinear`."""
         shape = (weight.shape[0], weight.shape[1])
+        self._packed += 1
         if shape not in self._choices and weight.dtype in _HALF:
             self._choices[shape] = choices(*shape, sm_count(weight.device))
             for rows, tuning in zip(ROW_CLASSES, self._choices[shape], strict=True):

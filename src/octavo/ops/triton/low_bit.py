@@ -39,6 +39,8 @@ class LowBitLinear:
         self._reserved: set[tuple[object, ...]] = set()
         """Weights that the workspace is large enough for, by all that its size depends on."""
         self._compiles = True
+        self.streams = 0
+        """Weights whose products of one row are by `cuda.Stream`."""
 
     def pack(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
@@ -47,6 +49,9 @@ class LowBitLinear:
         weight = pack_coded(rows, dtype)
         if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
             self._reserve(weight, dtype)
+            form = self._form(weight, dtype, bias=False)
+            columns, inner, device = weight.out_features, low_bit_layout(weight).inner, weight.data.device
+            self.streams += form is not None and cuda.choice(form, columns, inner, 1, sm_count(device)) is not None
         return weight
 
     def linear(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor:

@@ -58,17 +58,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.registry.AddRmsNorm`. The norm overwrites x, the sum overwrites residual."""
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, whole_sms: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.registry.AddRmsNorm`. The norm overwrites x, the sum overwrites residual. `whole_sms`: see `turns.overlap`."""
     if x.shape[0]:
-        _launch(x, residual, weight, x, eps, add=True)
+        _launch(x, residual, weight, x, eps, add=True, whole_sms=whole_sms)
     return x, residual
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool) -> None:
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool, whole_sms: bool = False
+) -> None:
     rows, dim = x.shape
     pad = triton.next_power_of_2(dim)
-    turn = overlap(len(x), x.device)
+    turn = overlap(len(x), x.device, whole_sms=whole_sms)
     _rms_norm_kernel[(rows,)](
         x,
         residual,

@@ -14,6 +14,18 @@ from octavo.ops.coded import Activations
 from octavo.ops.triton.turns import overlap, take_turn
 
 _BLOCK: Final = 1024
+_AT_ONCE: Final = 16384
+"""Elements of a row that a thread block can hold."""
+
+
+@triton.jit
+def _rounded(x, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
+    """Of what has been divided by its scale."""
+    if INTEGER:
+        # To the nearest, halves to even: adding and taking off 1.5 * 2**23 leaves no fraction bits.
+        x = (x + 12582912.0) - 12582912.0
+        return tl.minimum(tl.maximum(x, -128.0), 127.0)
+    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
 
 
 @triton.jit
@@ -27,10 +39,37 @@ def _round_kernel(
     LARGEST: tl.constexpr,
     INTEGER: tl.constexpr,
     GIVEN: tl.constexpr,
+    PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One row, in registers. GIVEN: with the calibrated scale; else with the row's own, which is written."""
+    take_turn(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, PAD)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < inner, other=0.0).to(tl.float32)
+    if GIVEN:
+        scale = tl.load(given_ptr)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / LARGEST
+        tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * inner + k, _rounded(x / scale, LARGEST, INTEGER).to(out_ptr.dtype.element_ty), mask=k < inner)
+
+
+@triton.jit
+def _round_long_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    given_ptr,
+    inner,
+    x_stride,
+    LARGEST: tl.constexpr,
+    INTEGER: tl.constexpr,
+    GIVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row. GIVEN: with the calibrated scale; else with the row's own, which is written."""
+    """As `_round_kernel`, of a row that is too long for that: it is read twice."""
     take_turn(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if GIVEN:
@@ -45,13 +84,7 @@ def _round_kernel(
     for start in range(0, inner, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + k, mask=k < inner, other=0.0).to(tl.float32) / scale
-        if INTEGER:
-            # To the nearest, halves to even: adding and taking off 1.5 * 2**23 leaves no fraction bits.
-            x = (x + 12582912.0) - 12582912.0
-            x = tl.minimum(tl.maximum(x, -128.0), 127.0)
-        else:
-            x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-        tl.store(out_ptr + row * inner + k, x.to(out_ptr.dtype.element_ty), mask=k < inner)
+        tl.store(out_ptr + row * inner + k, _rounded(x, LARGEST, INTEGER).to(out_ptr.dtype.element_ty), mask=k < inner)
 
 
 def round_rows(x: torch.Tensor, activations: Activations) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,21 +99,14 @@ def round_rows(x: torch.Tensor, activations: Activations) -> tuple[torch.Tensor,
     given = activations.scale
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device) if given is None else given.reshape(1, 1)
     turn = overlap(len(x), x.device)
-    _round_kernel[(rows,)](
-        x,
-        out,
-        scale,
-        scale,
-        inner,
-        x.stride(0),
-        LARGEST=127.5 if integer else 448.0,
-        INTEGER=integer,
-        GIVEN=given is not None,
-        BLOCK=_BLOCK,
-        OVERLAP=turn,
-        **({"launch_pdl": True} if turn else {}),
-        num_warps=4,
-    )
+    operands = (x, out, scale, scale, inner, x.stride(0))
+    kind = {"LARGEST": 127.5 if integer else 448.0, "INTEGER": integer, "GIVEN": given is not None, "OVERLAP": turn}
+    launch = {"launch_pdl": True} if turn else {}
+    if inner > _AT_ONCE:
+        _round_long_kernel[(rows,)](*operands, BLOCK=_BLOCK, **kind, **launch, num_warps=4)
+    else:
+        pad = triton.next_power_of_2(inner)
+        _round_kernel[(rows,)](*operands, PAD=pad, **kind, **launch, num_warps=max(1, min(16, pad // 512)))
     return out, scale
 
 

@@ -19,9 +19,13 @@ take the places of the product before, SM by SM, instead of after the last of th
 """
 
 
-def overlap(rows: int, device: torch.device) -> int:
-    """Of a kernel between two products of so many rows."""
-    return 0 if not overlap_supported(device) else LATE if rows == 1 else EARLY
+def overlap(rows: int, device: torch.device, *, whole_sms: bool = False) -> int:
+    """Of a kernel between two products of so many rows.
+
+    Args:
+        whole_sms: products of one row fill whole SMs too: those with low-bit weights do (`ops.cuda.low_bit`).
+    """
+    return 0 if not overlap_supported(device) else EARLY if rows > 1 or whole_sms else LATE
 
 
 @triton.jit

@@ -246,6 +246,14 @@ INLINE void copy_lines(u32 to, const Map& map, int row, int line, int head, int 
                "r"(0), "r"(row), "r"(line), "r"(head), "r"(block), "r"(bar)
                : "memory");
 }
+// 16 bytes into shared memory, without waiting for them: what a thread has asked for up to `close_copies` is there, for itself, when
+// `wait_for_copies_but` so many later ones has passed.
+INLINE void begin_copy16(u32 to, const u8* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
+INLINE void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int count>
+INLINE void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(count) : "memory");
+}
 INLINE void prefetch_map(const Map& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // The same for bytes that lie in a row: a multiple of 16, from a multiple of 16 to another.
 INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
@@ -301,7 +309,8 @@ INLINE u64 transposed_operand(u32 tile, int byte, int lines) {
 }
 #endif
 
-// This block's earlier stores are seen by whoever sees the count; true for the one that completes `all`. For one thread a block.
+// This thread's earlier stores, and those of others before a barrier, are seen by whoever sees the count; true for the one that completes
+// `all`.
 INLINE bool counted_last(int* counter, int all) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -1,5 +1,6 @@
 // x @ W.T for a few rows of x, as fast as W comes from memory. A block stays on its SM and goes through strips of 16 rows of W:
 //  * one thread has stages of W copied into a ring in shared memory, far ahead, and does not wait for x;
+//  * scales and zeros of groups are copied some strips ahead too: what is loaded waits behind the copies that are under way;
 //  * WARPS warps multiply: each has a chunk of the inner dimension of every stage, and its part of x in registers from first to last;
 //  * one warp adds up what they have for a strip, in a fixed order, and stores it, while they are at the next.
 
@@ -7,8 +8,13 @@
 #define SUMS_STRIDE 20             // of 16 sums of a row of x: no bank conflicts, and whole vectors
 #define SUMS (TILES * 8 * SUMS_STRIDE)
 
+#define ALONG (GROUPED && KIND != FLOAT8)  // scales of neighbouring rows lie together
+// Of a group's scales and zeros for a strip, 16 bytes each: a lane copies one.
+#define SCALE_PIECES SCALE_BYTES
+#define PIECES (SCALE_PIECES + ZEROS * ZERO_BYTES)
+
 struct Layout {
-  u32 full, empty, ready, taken, sums, ring;
+  u32 full, empty, ready, taken, sums, scales, ring;
 };
 
 INLINE Layout layout_of(u32 shared) {
@@ -18,7 +24,8 @@ INLINE Layout layout_of(u32 shared) {
   l.ready = l.empty + 8 * STAGES;
   l.taken = l.ready + 16;
   l.sums = shared + 256;
-  l.ring = (l.sums + 2 * WARPS * SUMS * 4 + 127) / 128 * 128;
+  l.scales = l.sums + 2 * WARPS * SUMS * 4;
+  l.ring = (l.scales + ALONG * STRIPS_AHEAD * WARPS * PER_WARP * SCALES_A_CHUNK * PIECES * 16 + 127) / 128 * 128;
   return l;
 }
 
@@ -42,7 +49,7 @@ INLINE void copy_strips(const Args& p, const Map& map, const Layout& l, const Ra
     for (int s = 0; s < range.stages; s++) {
       wait_at(l.empty + 8 * slot, (round & 1) ^ 1);
       expect_bytes(l.full + 8 * slot, STAGE_BYTES);
-      copy_box(l.ring + slot * STAGE_BYTES, map, strip * 16, range.begin + s * WARPS, l.full + 8 * slot);
+      copy_box_once(l.ring + slot * STAGE_BYTES, map, strip * 16, range.begin + s * WARPS, l.full + 8 * slot);
       if (++slot == STAGES) slot = 0, round++;
     }
   }
@@ -113,56 +120,40 @@ UNROLL
 }
 #endif
 
-// Where a lane finds the scales and zeros of the chunks that its warp has of a strip; those of the next strip lie 16 rows on.
-struct Places {
-  const u8 *scale[PER_WARP][SCALES_A_CHUNK], *zero[PER_WARP][SCALES_A_CHUNK];
-};
-
-#define ALONG (GROUPED && KIND != FLOAT8)  // scales of neighbouring rows lie together
-
-INLINE Places places_of(const Args& p, const Range& range, int warp, int lane) {
-  Places places;
-  const int n = block_x() * 16 + (lane >> 2);
-UNROLL
-  for (int s = 0; s < PER_WARP; s++)
-UNROLL
-    for (int i = 0; i < SCALES_A_CHUNK; i++) {
-      const int chunk = range.begin + s * WARPS + warp;
-      const long long at = (long long)(chunk < range.end ? group_of(chunk, i) : 0) * p.columns + n;
-      places.scale[s][i] = p.scales + at * SCALE_BYTES;
-      places.zero[s][i] = p.zeros + at * ZERO_BYTES;
-    }
-  return places;
+#if ALONG
+// A warp has the scales and zeros of its chunks of a strip copied to slot `strips % STRIPS_AHEAD`.
+INLINE u32 scales_at(const Layout& l, int strips, int warp) {
+  return l.scales + (strips % STRIPS_AHEAD * WARPS + warp) * (PER_WARP * SCALES_A_CHUNK * PIECES * 16);
 }
+INLINE void copy_scales(const Args& p, const Layout& l, const Range& range, int strips, int warp, int lane) {
+  const int strip = block_x() + strips * blocks_x();
+  if (strip < p.columns / 16)
+    for (int i = lane; i < PER_WARP * SCALES_A_CHUNK * PIECES; i += 32) {
+      const int piece = i % PIECES, half = i / PIECES % SCALES_A_CHUNK, chunk = range.begin + i / PIECES / SCALES_A_CHUNK * WARPS + warp;
+      const long long at = (long long)(chunk < range.end ? group_of(chunk, half) : 0) * p.columns + strip * 16;
+      const u8* from = piece < SCALE_PIECES ? p.scales + at * SCALE_BYTES + piece * 16 : p.zeros + at * ZERO_BYTES + (piece - SCALE_PIECES) * 16;
+      begin_copy16(scales_at(l, strips, warp) + i * 16, from);
+    }
+  close_copies();
+}
+#endif
 
-INLINE void fetch_strip(Held (&held)[PER_WARP][2], Row (&row)[2], const Args& p, const Range& range, Places& places, int strip, int warp, int lane) {
+INLINE void fetch_rows(Held (&held)[PER_WARP][2], Row (&row)[2], const Args& p, const Range& range, int strip, int warp, int lane) {
+#if KIND == TABLE || KIND == FLOAT8
 UNROLL
   for (int h = 0; h < 2; h++) {
-#if KIND == TABLE || KIND == FLOAT8
     row[h] = row_of(p, strip * 16 + 8 * h + (lane >> 2));
-#endif
+#if GROUPED && !ALONG
 UNROLL
     for (int s = 0; s < PER_WARP; s++)
 UNROLL
       for (int i = 0; i < SCALES_A_CHUNK; i++) {
-#if ALONG
-        held[s][h].scale[i] = load_scale(places.scale[s][i], 8 * h);
-#elif GROUPED
         const int chunk = range.begin + s * WARPS + warp;
         if (chunk < range.end) held[s][h].scale[i] = load_scale(row[h].scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
-#endif
-#if ZEROS
-        held[s][h].zero[i] = load_zero<true>(places.zero[s][i], 8 * h);
-#endif
       }
+#endif
   }
-UNROLL
-  for (int s = 0; s < PER_WARP; s++)
-UNROLL
-    for (int i = 0; i < SCALES_A_CHUNK; i++) {
-      places.scale[s][i] += blocks_x() * 16 * SCALE_BYTES;
-      places.zero[s][i] += blocks_x() * 16 * ZERO_BYTES;
-    }
+#endif
 }
 
 INLINE void multiply_strips(const Args& p, const Layout& l, const Range& range, int warp, int lane) {
@@ -189,8 +180,7 @@ UNROLL
   int slot = 0, round = 0, strips = 0;
   Held next[PER_WARP][2];
   Row next_row[2];
-  Places places = places_of(p, range, warp, lane);
-  fetch_strip(next, next_row, p, range, places, block_x(), warp, lane);
+  fetch_rows(next, next_row, p, range, block_x(), warp, lane);
   for (int strip = block_x(); strip < p.columns / 16; strip += blocks_x(), strips++) {
     Held held[PER_WARP][2];
     Row row[2];
@@ -200,7 +190,24 @@ UNROLL
 UNROLL
       for (int s = 0; s < PER_WARP; s++) held[s][h] = next[s][h];
     }
-    if (strip + blocks_x() < p.columns / 16) fetch_strip(next, next_row, p, range, places, strip + blocks_x(), warp, lane);
+    if (strip + blocks_x() < p.columns / 16) fetch_rows(next, next_row, p, range, strip + blocks_x(), warp, lane);
+#if ALONG
+    wait_for_copies_but<STRIPS_AHEAD - 1>();
+    warp_barrier();
+UNROLL
+    for (int s = 0; s < PER_WARP; s++)
+UNROLL
+      for (int h = 0; h < 2; h++)
+UNROLL
+        for (int i = 0; i < SCALES_A_CHUNK; i++) {
+          const u32 at = scales_at(l, strips, warp) + (s * SCALES_A_CHUNK + i) * (PIECES * 16);
+          const int n = 8 * h + (lane >> 2);
+          held[s][h].scale[i] = shared_scale(at + n * SCALE_BYTES);
+#if ZEROS
+          held[s][h].zero[i] = shared_zero<true>(at + SCALE_PIECES * 16 + n * ZERO_BYTES);
+#endif
+        }
+#endif
     float acc[TILES][4];
 UNROLL
     for (int i = 0; i < TILES; i++)
@@ -299,6 +306,9 @@ UNROLL
       }
     warp_barrier();
     if (lane == 0) arrive_at(l.ready + 8 * buffer);
+#if ALONG
+    copy_scales(p, l, range, strips + STRIPS_AHEAD, warp, lane);  // where this strip's were, which have been used
+#endif
   }
 }
 
@@ -336,21 +346,30 @@ UNROLL
     }
     warp_barrier();
     if (lane == 0) arrive_at(l.taken + 8 * buffer);
+  }
 #if SPLIT > 1
+  // Counting takes a while, so all strips are counted at once, a lane each.
+  const int values = p.rows * 4;  // fours of a strip
+  for (int first = 0; first < strips; first += 32) {
+    const int here = smaller(strips - first, 32);
     bool last = false;
-    if (lane == 0) last = counted_last(p.counters + strip, SPLIT);
-    if (!any_lane(last)) continue;
-    for (int i = lane; i < p.rows * 4; i += 32) {
-      const int m = i / 4, n = i % 4 * 4;
-      float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (lane < here) last = counted_last(p.counters + block_x() + (first + lane) * blocks_x(), SPLIT);
+    for (int i0 = 0; i0 < here * values; i0 += 32) {
+      const int i = i0 + lane, mine = smaller(i / values, here - 1);
+      if (!of_lane(last, mine) || i >= here * values) continue;
+      const int strip = block_x() + (first + mine) * blocks_x(), m = i % values / 4, n = i % 4 * 4;
+      const float* parts = p.parts + ((long long)strip * SPLIT * (TILES * 8) + m) * 16 + n;
+      float part[SPLIT][4], total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+UNROLL
+      for (int s = 0; s < SPLIT; s++) load_fresh(part[s], parts + s * (TILES * 8 * 16), true);
 UNROLL
       for (int s = 0; s < SPLIT; s++)
 UNROLL
-        for (int k = 0; k < 4; k++) total[k] += load_fresh(parts + (s * TILES * 8 + m) * 16 + n + k);
+        for (int k = 0; k < 4; k++) total[k] += part[s][k];
       store4(p, m, strip * 16 + n, total);
     }
-#endif
   }
+#endif
 }
 
 KERNEL(low_bit_stream, 32 * (WARPS + 2))(Args p, CONSTANT_MAP map) {
@@ -374,6 +393,10 @@ KERNEL(low_bit_stream, 32 * (WARPS + 2))(Args p, CONSTANT_MAP map) {
     if (lane == 0) copy_strips(p, map, l, range);
     return;
   }
+#if ALONG
+  if (warp < WARPS)
+    for (int strips = 0; strips < STRIPS_AHEAD; strips++) copy_scales(p, l, range, strips, warp, lane);
+#endif
   wait_for_inputs();
   release_dependents();
   if (warp < WARPS) multiply_strips(p, l, range, warp, lane);
