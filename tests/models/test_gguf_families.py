@@ -16,7 +16,7 @@ from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, UnsupportedModel
 from tests.models.contiguous import load, run
-from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, SIGMOID, WINDOWED, YARN
+from tests.models.test_parity import EXPERTS, GROWTH, LATENT, LONGROPE, SIGMOID, WINDOWED, YARN
 from tests.support.gguf_models import sizes, tensors_of, write_model
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_pooling import save_pooling
@@ -165,6 +165,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48, "attention.sliding_window": 6},
     ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
+    "ministral-3": (
+        "mistral3",
+        "ministral3",
+        {"rope_parameters": GROWTH},
+        {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.7},
+    ),
     "arcee": ("arcee", "arcee", {}, {}),
     "nemotron": ("nemotron", "nemotron", {}, {"rope.dimension_count": 4}),
     "glm4": ("glm4", "glm4", {"attention_bias": True}, {"rope.dimension_count": 4}),

@@ -46,6 +46,7 @@ FAMILIES: dict[str, str] = {
     "llama": "Llama",
     "minimax_m2": "MiniMaxM2",
     "ministral": "Ministral",
+    "ministral3": "Ministral3",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "mpt": "Mpt",

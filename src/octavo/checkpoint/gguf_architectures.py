@@ -200,6 +200,19 @@ def _nemotron(source: GgufSource) -> dict[str, Any]:
     return {**_partial(source), "hidden_act": "relu2"}
 
 
+def _mistral3(source: GgufSource) -> dict[str, Any]:
+    """Ministral 3: its rotation is stretched without being strengthened, and the scale of queries is said beside it."""
+    rope = dict(source.config["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        weight = source.number("rope.scaling.yarn_log_multiplier", float, 1.0)
+        rope |= {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+    if beta := source.number("attention.temperature_scale", float, 0.0):
+        rope["llama_4_scaling_beta"] = beta
+    if source.number("expert_count", int, 0):
+        raise UnsupportedModel("GGUF architecture 'mistral3' with experts is not supported.")
+    return {"rope_parameters": rope}
+
+
 def _arcee(source: GgufSource) -> dict[str, Any]:
     return {"hidden_act": "relu2"}
 
@@ -390,6 +403,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek2),
     "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
+    "mistral3": Architecture("Ministral3ForCausalLM", _mistral3),
     "arcee": Architecture("ArceeForCausalLM", _arcee),
     "nemotron": Architecture("NemotronForCausalLM", _nemotron),
     "glm4": Architecture("Glm4ForCausalLM", _partial),
@@ -408,7 +422,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
 """GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window; of the Qwen-VL models, which
 read images by a file of its own, this is the language model."""
 WHOLE_HEADS: Final = frozenset(
-    {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
+    {"llama", "mistral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
 )
 """Where all of a head rotates, so that files without the length of a head tell it by what rotates."""
 STATEFUL: Final = frozenset(

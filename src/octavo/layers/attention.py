@@ -9,6 +9,7 @@ import torch
 
 from octavo.layers.alibi import with_positions
 from octavo.layers.linear import Linear
+from octavo.layers.query_growth import QueryGrowth
 from octavo.layers.rope import Rotation
 from octavo.ops.program import AttendLayer
 from octavo.ops.registry import Ops
@@ -112,6 +113,7 @@ class Attention:
         *,
         clip: float | None = None,
         alibi: tuple[torch.Tensor, float] | None = None,
+        growth: QueryGrowth | None = None,
     ) -> None:
         """
         Args:
@@ -119,6 +121,7 @@ class Attention:
             out: num_heads * head_dim -> hidden.
             clip: see `ModelSpec.clip_qkv`; no norm of single heads goes with it.
             alibi: the slopes [heads], and what the attention multiplies scores with.
+            growth: of the queries behind their rotation.
         """
         self.layer = layer
         self.num_heads = num_heads
@@ -130,6 +133,7 @@ class Attention:
         self._ops = ops
         self._clip = clip
         self._alibi = alibi
+        self._growth = growth
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AttendLayer, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """
@@ -148,7 +152,7 @@ class Attention:
             qk_norm = None
         if self._clip is not None:
             projected = projected.clamp(-self._clip, self._clip)
-        if self._alibi is not None:
+        if self._alibi is not None or self._growth is not None:  # no fused kernel does that
             attended = self._attend(projected, rotation, qk_norm, attend)
             return self.out(attended if wanted is None else attended.index_select(0, wanted))
         if wanted is not None and isinstance(attend, WantedAttend) and attend.can_select:
@@ -170,6 +174,8 @@ class Attention:
         else:
             q = ops.rope(ops.rms_norm(qkv[:, :heads], qk_norm.q, qk_norm.eps), cos_sin)
             k = ops.rope(ops.rms_norm(qkv[:, heads : heads + kv_heads], qk_norm.k, qk_norm.eps), cos_sin)
+        if self._growth is not None:
+            q = q * self._growth.factor(rotation.positions)[:, None, None].to(q.dtype)
         v = qkv[:, heads + kv_heads :]
         if self._alibi is not None:
             q, k, v = with_positions(q, k, v, rotation.positions, *self._alibi)

@@ -312,6 +312,7 @@ def _attention(index: int, parts: _Parts) -> Attention | LatentAttention:
             ops,
             clip=spec.clip_qkv,
             alibi=alibi,
+            growth=spec.query_growth,
         )
 
     def norm(name: str) -> RmsNorm:

@@ -25,6 +25,7 @@ def compilable(spec: ModelSpec) -> bool:
         and not spec.head_bias
         and spec.clip_qkv is None
         and not spec.alibi_slopes
+        and spec.query_growth is None
         and not spec.embedding_norm
     )
 
