@@ -228,6 +228,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 4, **PATTERN},
         {"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, False, True]},
     ),
+    "hunyuan": (
+        "hunyuan-dense",
+        "hunyuan_v1_dense",
+        {"tie_word_embeddings": True},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 1.0},
+    ),
     "seed-oss": ("seed_oss", "seed_oss", {"attention_bias": True, "head_dim": 16}, {}),
     "ernie4.5": ("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}, {}),
     "ernie4.5-biases": ("ernie4_5", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}, {}),

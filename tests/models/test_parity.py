@@ -127,6 +127,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"attention_bias": True}),
     "arcee": ("arcee", {"mlp_bias": True}),
     "nemotron": ("nemotron", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
     "ministral3": ("ministral3", {"rope_parameters": GROWTH}),
     "ministral": ("ministral", WINDOWED),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),

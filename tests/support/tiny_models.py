@@ -43,6 +43,7 @@ FAMILIES: dict[str, str] = {
     "gpt_oss": "GptOss",
     "granite": "Granite",
     "granitemoe": "GraniteMoe",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
     "llama": "Llama",
     "minimax_m2": "MiniMaxM2",
     "ministral": "Ministral",

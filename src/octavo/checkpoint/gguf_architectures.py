@@ -412,6 +412,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "minimax-m2": Architecture("MiniMaxM2ForCausalLM", _minimax_m2),
     "exaone": Architecture("ExaoneForCausalLM"),
     "exaone4": Architecture("Exaone4ForCausalLM", _exaone4),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "seed_oss": Architecture("SeedOssForCausalLM"),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "bloom": Architecture("BloomForCausalLM"),

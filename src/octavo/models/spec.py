@@ -94,10 +94,12 @@ class ModelSpec:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
-    """A norm of q and k before the rotation, of the model's kind and without bias."""
+    """A norm of q and k, before the rotation and without bias unless said otherwise, of the model's kind."""
     qk_norm_scope: Literal["head", "heads", "all"] = "head"
     """Over each head with one weight for all heads; over each with a weight of its own; or over all heads at once."""
     qk_norm_bias: bool = False
+    qk_norm_last: bool = False
+    """Behind the rotation, over each head with one weight."""
     clip_qkv: float | None = None
     """q, k and v lie between this and its negative, behind norms of all heads at once and before the rotation."""
     query_growth: QueryGrowth | None = None
