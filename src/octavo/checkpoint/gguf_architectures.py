@@ -63,6 +63,23 @@ def _experts(source: GgufSource, count: str) -> dict[str, Any]:
     return {count: source.number("expert_count", int), "num_experts_per_tok": source.number("expert_used_count", int)}
 
 
+_RANKING: Final = 4
+"""Of llama.cpp's kinds of pooling: a head that scores pairs."""
+
+
+def _qwen3(source: GgufSource) -> dict[str, Any]:
+    """A reranker's file has the head's rows for the answers yes and no beside the model."""
+    if source.number("pooling_type", int, 0) != _RANKING:
+        return {}
+    rows, labels = source.tensors.get("cls.output.weight"), source.metadata.get(f"{source.arch}.classifier.output_labels")
+    if source.tensors and (rows is None or len(rows.shape) != 2 or rows.shape[0] != 2 or labels != ["yes", "no"]):
+        raise UnsupportedModel(
+            "This GGUF file scores pairs (pooling type rank), but has no head for the answers yes and no (cls.output.weight), as those of "
+            "Qwen3-Reranker have it. Take the safetensors."
+        )
+    return {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
 def _qwen2_moe(source: GgufSource) -> dict[str, Any]:
     return {
         **_experts(source, "num_experts"),
@@ -333,10 +350,6 @@ def _mpt(source: GgufSource) -> dict[str, Any]:
     return {"attn_config": attention, "expansion_ratio": size // hidden}
 
 
-_RANKING: Final = 4
-"""Of llama.cpp's kinds of pooling: a head that scores pairs."""
-
-
 def _bert(source: GgufSource) -> dict[str, Any]:
     types = source.tensors.get("token_types.weight")
     more: dict[str, Any] = {"hidden_act": "gelu", "type_vocab_size": types.shape[0] if types is not None and len(types.shape) == 2 else 2}
@@ -381,7 +394,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen3vl": Architecture("Qwen3ForCausalLM"),
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", _qwen3),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "gemma": Architecture("GemmaForCausalLM", _gemma),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma),
