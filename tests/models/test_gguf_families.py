@@ -16,10 +16,10 @@ from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, UnsupportedModel
 from tests.models.contiguous import load, run
-from tests.models.test_parity import EXPERTS, LATENT, LONGROPE, SIGMOID, WINDOWED, YARN
+from tests.models.test_parity import EXPERTS, GROWTH, LATENT, LONGROPE, SIGMOID, WINDOWED, YARN
 from tests.support.gguf_models import sizes, tensors_of, write_model
 from tests.support.tiny_models import tiny_model
-from tests.support.tiny_pooling import save_pooling
+from tests.support.tiny_pooling import save_pooling, write_tokenizer
 
 IDS = list(range(5, 35))
 
@@ -165,6 +165,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48, "attention.sliding_window": 6},
     ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
+    "ministral-3": (
+        "mistral3",
+        "ministral3",
+        {"rope_parameters": GROWTH},
+        {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.7},
+    ),
     "arcee": ("arcee", "arcee", {}, {}),
     "nemotron": ("nemotron", "nemotron", {}, {"rope.dimension_count": 4}),
     "glm4": ("glm4", "glm4", {"attention_bias": True}, {"rope.dimension_count": 4}),
@@ -222,6 +228,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 4, **PATTERN},
         {"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, False, True]},
     ),
+    "hunyuan": (
+        "hunyuan-dense",
+        "hunyuan_v1_dense",
+        {"tie_word_embeddings": True},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 1.0},
+    ),
     "seed-oss": ("seed_oss", "seed_oss", {"attention_bias": True, "head_dim": 16}, {}),
     "ernie4.5": ("ernie4_5", "ernie4_5", {"tie_word_embeddings": True}, {}),
     "ernie4.5-biases": ("ernie4_5", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}, {}),
@@ -250,9 +262,9 @@ LATENT_METADATA = {
 }
 
 
-def logits_of(model: Any) -> torch.Tensor:
+def logits_of(model: Any, ids: list[int] = IDS) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
     return logits
 
 
@@ -554,3 +566,26 @@ def test_embedding_gemma_out_of_its_file(tmp_path: Path) -> None:
     write_model(tmp_path / "d.gguf", "gemma-embedding", metadata, tensors | {"dense_2.weight": tensors["token_embd.weight"]})
     with pytest.raises(UnsupportedModel, match="dense_2"):
         LLM(str(tmp_path / "d.gguf"), device="cpu", threads=1)
+
+
+def test_a_reranker_that_answers_yes_or_no(tmp_path: Path) -> None:
+    """As the files of Qwen3-Reranker are: two rows of the head beside the model; the score is how likely yes is of the two."""
+    from octavo import LLM
+
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    tensors = tensors_of(model, "qwen3")
+    no, yes = 7, 9
+    tensors["cls.output.weight"] = tensors["token_embd.weight"][[yes, no]]
+    write_tokenizer(tmp_path / "words")
+    metadata = {
+        **sizes(model.config), "pooling_type": 4, "classifier.output_labels": ["yes", "no"], **word_pieces(tmp_path / "words"),
+    }  # fmt: skip
+    write_model(tmp_path / "m.gguf", "qwen3", metadata, tensors)
+    with LLM(str(tmp_path / "m.gguf"), device="cpu", threads=1) as llm:
+        output = llm.score("a man", "is eating")[0]
+    expected = logits_of(model, output.prompt_token_ids)[-1]
+    assert output.outputs.score == pytest.approx(float(expected[[no, yes]].softmax(0)[1]), abs=1e-4)
+    del tensors["cls.output.weight"]
+    write_model(tmp_path / "none.gguf", "qwen3", metadata, tensors)
+    with pytest.raises(UnsupportedModel, match=r"answers yes and no \(cls\.output\.weight\)"):
+        LLM(str(tmp_path / "none.gguf"), device="cpu", threads=1)

@@ -37,6 +37,8 @@ BY_LAYER = {
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+GROWTH = {"rope_theta": 1000.0, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
+
 SIGMOID = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -125,6 +127,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"attention_bias": True}),
     "arcee": ("arcee", {"mlp_bias": True}),
     "nemotron": ("nemotron", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "ministral3": ("ministral3", {"rope_parameters": GROWTH}),
     "ministral": ("ministral", WINDOWED),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
@@ -391,3 +403,15 @@ def test_what_our_code_does_not_do_may_run_through_transformers(tmp_path: Path) 
     with torch.inference_mode():
         out = reference.generate(torch.tensor([IDS[:20]]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert list(found) == out[0, 20:].tolist()
+
+
+def test_what_a_short_sequence_does_not_notice_is_left_out(tmp_path: Path) -> None:
+    """Ministral 3's queries grow from a length on: up to it, kernels run that know nothing of that."""
+    save_tiny(tmp_path, "ministral3", rope_parameters=GROWTH)
+    spec, _ = model_spec(json.loads((tmp_path / "config.json").read_text()))
+    length = GROWTH["original_max_position_embeddings"]
+    assert not compilable(spec.up_to(length + 1))
+    assert compilable(spec.up_to(length))
+    ids = IDS[:length]
+    torch.testing.assert_close(run(load(tmp_path, max_model_len=length), ids), run(load(tmp_path), ids), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run(load(tmp_path, max_model_len=length, ops="native"), ids), run(load(tmp_path), ids), atol=1e-3, rtol=1e-3)

@@ -37,6 +37,14 @@ def mistral3() -> Any:
     return transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(text_config=text, vision_config=vision))
 
 
+def ministral3() -> Any:
+    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 32.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    text = transformers.Ministral3Config(**TEXT | {"rope_parameters": rope})
+    vision = transformers.PixtralVisionConfig(**VISION)
+    return transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(text_config=text, vision_config=vision))
+
+
 def llava() -> Any:
     text, vision = transformers.LlamaConfig(**TEXT), transformers.CLIPVisionConfig(**VISION, projection_dim=16)
     return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=5))
@@ -121,7 +129,9 @@ def gemma4() -> Any:
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [gemma3, mistral3, llava, qwen2_vl, qwen2_older_vl, qwen3_vl, idefics3, internvl, llama4, gemma4])
+@pytest.mark.parametrize(
+    "make", [gemma3, mistral3, ministral3, llava, qwen2_vl, qwen2_older_vl, qwen3_vl, idefics3, internvl, llama4, gemma4]
+)
 @pytest.mark.parametrize("older", [True, False])
 def test_text_equals_transformers(tmp_path: Path, make: Any, older: bool) -> None:
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
-PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
+PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3")
 """Architectures of which converters interleave the halves of each head of q and k."""
 
 

@@ -63,6 +63,23 @@ def _experts(source: GgufSource, count: str) -> dict[str, Any]:
     return {count: source.number("expert_count", int), "num_experts_per_tok": source.number("expert_used_count", int)}
 
 
+_RANKING: Final = 4
+"""Of llama.cpp's kinds of pooling: a head that scores pairs."""
+
+
+def _qwen3(source: GgufSource) -> dict[str, Any]:
+    """A reranker's file has the head's rows for the answers yes and no beside the model."""
+    if source.number("pooling_type", int, 0) != _RANKING:
+        return {}
+    rows, labels = source.tensors.get("cls.output.weight"), source.metadata.get(f"{source.arch}.classifier.output_labels")
+    if source.tensors and (rows is None or len(rows.shape) != 2 or rows.shape[0] != 2 or labels != ["yes", "no"]):
+        raise UnsupportedModel(
+            "This GGUF file scores pairs (pooling type rank), but has no head for the answers yes and no (cls.output.weight), as those of "
+            "Qwen3-Reranker have it. Take the safetensors."
+        )
+    return {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
 def _qwen2_moe(source: GgufSource) -> dict[str, Any]:
     return {
         **_experts(source, "num_experts"),
@@ -200,6 +217,19 @@ def _nemotron(source: GgufSource) -> dict[str, Any]:
     return {**_partial(source), "hidden_act": "relu2"}
 
 
+def _mistral3(source: GgufSource) -> dict[str, Any]:
+    """Ministral 3: its rotation is stretched without being strengthened, and the scale of queries is said beside it."""
+    rope = dict(source.config["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        weight = source.number("rope.scaling.yarn_log_multiplier", float, 1.0)
+        rope |= {"mscale": weight, "mscale_all_dim": weight} if weight else {}
+    if beta := source.number("attention.temperature_scale", float, 0.0):
+        rope["llama_4_scaling_beta"] = beta
+    if source.number("expert_count", int, 0):
+        raise UnsupportedModel("GGUF architecture 'mistral3' with experts is not supported.")
+    return {"rope_parameters": rope}
+
+
 def _arcee(source: GgufSource) -> dict[str, Any]:
     return {"hidden_act": "relu2"}
 
@@ -320,10 +350,6 @@ def _mpt(source: GgufSource) -> dict[str, Any]:
     return {"attn_config": attention, "expansion_ratio": size // hidden}
 
 
-_RANKING: Final = 4
-"""Of llama.cpp's kinds of pooling: a head that scores pairs."""
-
-
 def _bert(source: GgufSource) -> dict[str, Any]:
     types = source.tensors.get("token_types.weight")
     more: dict[str, Any] = {"hidden_act": "gelu", "type_vocab_size": types.shape[0] if types is not None and len(types.shape) == 2 else 2}
@@ -368,7 +394,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen3vl": Architecture("Qwen3ForCausalLM"),
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2_moe),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", _qwen3),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3_moe),
     "gemma": Architecture("GemmaForCausalLM", _gemma),
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma),
@@ -390,6 +416,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek2),
     "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
+    "mistral3": Architecture("Ministral3ForCausalLM", _mistral3),
     "arcee": Architecture("ArceeForCausalLM", _arcee),
     "nemotron": Architecture("NemotronForCausalLM", _nemotron),
     "glm4": Architecture("Glm4ForCausalLM", _partial),
@@ -398,6 +425,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "minimax-m2": Architecture("MiniMaxM2ForCausalLM", _minimax_m2),
     "exaone": Architecture("ExaoneForCausalLM"),
     "exaone4": Architecture("Exaone4ForCausalLM", _exaone4),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "seed_oss": Architecture("SeedOssForCausalLM"),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "bloom": Architecture("BloomForCausalLM"),
@@ -408,7 +436,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
 """GGUF architecture -> what transformers calls it. Mistral models are published as llama, without their window; of the Qwen-VL models, which
 read images by a file of its own, this is the language model."""
 WHOLE_HEADS: Final = frozenset(
-    {"llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
+    {"llama", "mistral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma-embedding", "smollm3", "arcee", "granite", "granitemoe"}
 )
 """Where all of a head rotates, so that files without the length of a head tell it by what rotates."""
 STATEFUL: Final = frozenset(

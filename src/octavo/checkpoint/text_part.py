@@ -43,6 +43,8 @@ _MISTRAL: Final[Mapping[str, Any]] = {
 _LANGUAGE_MODELS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", _GEMMA3),
     "mistral": ("MistralForCausalLM", _MISTRAL),
+    "ministral3": ("Ministral3ForCausalLM", {**_MISTRAL, "vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128,
+                                            "max_position_embeddings": 262_144}),
     "llama": ("LlamaForCausalLM", {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
                                    "num_attention_heads": 32}),
     "qwen2": ("Qwen2ForCausalLM", {"vocab_size": 151_936}),

@@ -9,6 +9,7 @@ import torch
 
 from octavo.layers.alibi import with_positions
 from octavo.layers.linear import Linear
+from octavo.layers.query_growth import QueryGrowth
 from octavo.layers.rope import Rotation
 from octavo.ops.program import AttendLayer
 from octavo.ops.registry import Ops
@@ -17,13 +18,15 @@ from octavo.parallel.group import ALONE, TensorGroup
 
 @dataclass(frozen=True)
 class QkNorm:
-    """RMSNorm of each head of q and k, before the rotation (Henry et al. 2020)."""
+    """RMSNorm of each head of q and k, before the rotation (Henry et al. 2020) or behind it (Hunyuan)."""
 
     q: torch.Tensor
     """[head_dim]"""
     k: torch.Tensor
     """[head_dim]"""
     eps: float
+    last: bool = False
+    """Behind the rotation."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Attention:
         *,
         clip: float | None = None,
         alibi: tuple[torch.Tensor, float] | None = None,
+        growth: QueryGrowth | None = None,
     ) -> None:
         """
         Args:
@@ -119,6 +123,7 @@ class Attention:
             out: num_heads * head_dim -> hidden.
             clip: see `ModelSpec.clip_qkv`; no norm of single heads goes with it.
             alibi: the slopes [heads], and what the attention multiplies scores with.
+            growth: of the queries behind their rotation.
         """
         self.layer = layer
         self.num_heads = num_heads
@@ -130,6 +135,7 @@ class Attention:
         self._ops = ops
         self._clip = clip
         self._alibi = alibi
+        self._growth = growth
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AttendLayer, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """
@@ -148,7 +154,7 @@ class Attention:
             qk_norm = None
         if self._clip is not None:
             projected = projected.clamp(-self._clip, self._clip)
-        if self._alibi is not None:
+        if self._alibi is not None or self._growth is not None or (qk_norm is not None and qk_norm.last):  # no fused kernel does that
             attended = self._attend(projected, rotation, qk_norm, attend)
             return self.out(attended if wanted is None else attended.index_select(0, wanted))
         if wanted is not None and isinstance(attend, WantedAttend) and attend.can_select:
@@ -164,12 +170,16 @@ class Attention:
         ops, heads, kv_heads, tokens = self._ops, self.num_heads, self.num_kv_heads, projected.shape[0]
         cos_sin = rotation.cos_sin
         qkv = projected.view(tokens, heads + 2 * kv_heads, self.head_dim)
-        if qk_norm is None:
+        if qk_norm is None or qk_norm.last:
             qk = ops.rope(qkv[:, : heads + kv_heads], cos_sin)  # one launch for q and k: they lie side by side
             q, k = qk[:, :heads], qk[:, heads:]
+            if qk_norm is not None:
+                q, k = ops.rms_norm(q, qk_norm.q, qk_norm.eps), ops.rms_norm(k, qk_norm.k, qk_norm.eps)
         else:
             q = ops.rope(ops.rms_norm(qkv[:, :heads], qk_norm.q, qk_norm.eps), cos_sin)
             k = ops.rope(ops.rms_norm(qkv[:, heads : heads + kv_heads], qk_norm.k, qk_norm.eps), cos_sin)
+        if self._growth is not None:
+            q = q * self._growth.factor(rotation.positions)[:, None, None].to(q.dtype)
         v = qkv[:, heads + kv_heads :]
         if self._alibi is not None:
             q, k, v = with_positions(q, k, v, rotation.positions, *self._alibi)

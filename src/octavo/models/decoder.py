@@ -342,7 +342,7 @@ def _qk_norm(prefix: str, parts: _Parts) -> QkNorm | WideQkNorm | None:
     if q is None or k is None:
         return None
     if spec.norm == "rms" and spec.qk_norm_scope == "head":
-        return QkNorm(q, k, spec.norm_eps)
+        return QkNorm(q, k, spec.norm_eps, spec.qk_norm_last)
     q_bias, k_bias = tensors.get(prefix + "q_norm.bias"), tensors.get(prefix + "k_norm.bias")
     whole = spec.qk_norm_scope == "all"
     return WideQkNorm(q, k, spec.norm_eps, spec.norm, whole=whole, group=parts.group, q_bias=q_bias, k_bias=k_bias)
@@ -377,6 +377,7 @@ def _attention(index: int, parts: _Parts) -> Attention | LatentAttention:
             ops,
             clip=spec.clip_qkv,
             alibi=alibi,
+            growth=spec.query_growth,
         )
 
     def norm(name: str) -> RmsNorm:

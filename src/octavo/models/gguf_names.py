@@ -104,7 +104,7 @@ def _paired(names: Mapping[str, Target], *, norms: bool = False) -> dict[str, Ta
 
 
 _COMMON: Final = _common()
-_PAIRED: Final = frozenset({"llama", "granite", "granitemoe", "smollm3", "arcee", "ernie4_5"})
+_PAIRED: Final = frozenset({"llama", "granite", "granitemoe", "smollm3", "arcee", "mistral3", "ernie4_5"})
 """q and k of these are in the order of neighbouring pairs, which llama.cpp rotates: converters put them so, or the model has them so."""
 
 

@@ -248,16 +248,18 @@ def read_spec(config: EngineConfig, hf_config: Mapping[str, Any]) -> tuple[Model
             f"{config.model.name} cannot generate: its tokens see those behind them (use_bidirectional_attention), so that it embeds. "
             "Use --runner pooling."
         )
-    gguf = open_header(config)
+    longest, gguf = config.model.max_model_len, open_header(config)
     if gguf is None:
         try:
-            return *model_spec(hf_config, os.path.join(config.model.path, "config.json")), None
+            spec, family = model_spec(hf_config, os.path.join(config.model.path, "config.json"))
+            return spec.up_to(longest), family, None
         except UnsupportedModel as e:
             name = config.model.architecture
             if config.model.pooling is None and name in supported_architectures() and lets_its_attention_be_swapped(name):
                 raise UnsupportedModel(f"{e} It may run through the installed transformers: --model-impl transformers.") from None
             raise
-    return *gguf_spec(hf_config, gguf), gguf
+    spec, family = gguf_spec(hf_config, gguf)
+    return spec.up_to(longest), family, gguf
 
 
 def fill(

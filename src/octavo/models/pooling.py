@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from octavo.attention.prompt import PromptAttention
 from octavo.checkpoint import text_part
+from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
 from octavo.config.types import DenseLayer, EngineConfig, PoolingConfig, PoolingKind
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.layers.linear import Linear
@@ -30,11 +31,13 @@ from octavo.models.registry import generating_architecture, supported_architectu
 from octavo.models.spec import Parameter, parameters
 from octavo.ops.registry import Ops
 from octavo.protocol.pooling import Pooled, PoolRow
+from octavo.weights.gguf import open_gguf
 from octavo.weights.pickled import open_pickled
 from octavo.weights.safetensors import open_safetensors
 from octavo.weights.stored import StoredTensor
 
-_UNUSED = r"^score\.|(^|\.)rotary_emb\."
+_ANSWERS = "cls.output.weight"
+_UNUSED = r"^cls\.output\.|^score\.|(^|\.)rotary_emb\."
 """What a decoder that pools can leave out."""
 
 
@@ -230,6 +233,8 @@ def _load_decoder(config: EngineConfig, pooling: PoolingConfig, ops: Ops, device
     )
     if pooling.answers and config.model.load_format != "dummy":
         assembly.add(_answer_rows(stored_tensors(config, gguf), assembly, pooling, "embed" if spec.tied_embeddings else "head"))
+    if gguf is not None and spec.labels and (rows := gguf.tensors.get(_ANSWERS)) is not None:
+        assembly.add(_better_answer(gguf, rows))
     weights = fill(assembly, config, gguf, needed, progress, form)
     decoder = Decoder(spec, weights, ops, max_length=config.model.max_model_len)
     classifier = Linear(weights.linears["classifier.weight"], None, ops) if spec.labels else None
@@ -258,6 +263,19 @@ def _answer_rows(tensors: Iterable[StoredTensor], assembly: Assembly, pooling: P
         else:
             raise CheckpointError(f"{stored.file}: single rows of {stored.name} cannot be read. Take the model in safetensors.")
     head = rows if len(pooling.labels) == len(rows) else rows[1:] - rows[:1]
+
+    def copy_into(destination: torch.Tensor) -> None:
+        destination.copy_(head)
+
+    return StoredTensor("score.weight", tuple(head.shape), head.nbytes, stored.file, copy_into)
+
+
+def _better_answer(gguf: GgufFile, tensor: GgufTensor) -> StoredTensor:
+    """A head of one class out of the rows of yes and no, in this order: see `checkpoint.gguf_architectures`."""
+    (stored,) = open_gguf(replace(gguf, tensors={_ANSWERS: tensor}))
+    rows = torch.empty(stored.shape, dtype=torch.float32)
+    stored.copy_into(rows)
+    head = rows[:1] - rows[1:]
 
     def copy_into(destination: torch.Tensor) -> None:
         destination.copy_(head)

@@ -25,6 +25,8 @@ def compilable(spec: ModelSpec) -> bool:
         and not spec.head_bias
         and spec.clip_qkv is None
         and not spec.alibi_slopes
+        and spec.query_growth is None
+        and not spec.qk_norm_last
         and not spec.embedding_norm
     )
 

@@ -55,6 +55,7 @@ def load_program(config: EngineConfig, kernels: DecoderKernels, progress: Progre
     if not _plain_settings(config) or (gguf := open_header(config)) is None:
         return None
     spec, family = gguf_spec(config.model.hf_config, gguf)
+    spec = spec.up_to(config.model.max_model_len)
     if not compilable(spec) or _bytes_needed(gguf, kernels) > config.device.total_bytes:
         return None
     weights = _Weights(spec, family, gguf)

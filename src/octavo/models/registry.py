@@ -36,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     llama.EXAONE,
     mistral.FAMILY,
+    mistral.MINISTRAL3,
     qwen2.FAMILY,
     qwen3.FAMILY,
     gemma.GEMMA,

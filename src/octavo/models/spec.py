@@ -11,6 +11,7 @@ from typing import Literal
 
 from octavo.attention.base import LayerSpec
 from octavo.layers.alibi import ALIBI_WIDTH
+from octavo.layers.query_growth import QueryGrowth
 from octavo.layers.rope import RopeSpec
 from octavo.layers.routing import Routing
 from octavo.ops.registry import Activation
@@ -93,12 +94,16 @@ class ModelSpec:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
-    """A norm of q and k before the rotation, of the model's kind and without bias."""
+    """A norm of q and k, before the rotation and without bias unless said otherwise, of the model's kind."""
     qk_norm_scope: Literal["head", "heads", "all"] = "head"
     """Over each head with one weight for all heads; over each with a weight of its own; or over all heads at once."""
     qk_norm_bias: bool = False
+    qk_norm_last: bool = False
+    """Behind the rotation, over each head with one weight."""
     clip_qkv: float | None = None
     """q, k and v lie between this and its negative, behind norms of all heads at once and before the rotation."""
+    query_growth: QueryGrowth | None = None
+    """Queries grow with their position, behind the rotation."""
     alibi_slopes: tuple[float, ...] = ()
     """[heads] what a score gains for each position of its key (ALiBi, Press et al. 2022); empty: nothing."""
     norm: Literal["rms", "layer"] = "rms"
@@ -148,6 +153,11 @@ class ModelSpec:
     def with_ropes(self, ropes: Iterable[RopeSpec | None]) -> ModelSpec:
         """The same model with a rotation for each layer, None for none."""
         return replace(self, layer_ropes=tuple(ropes))
+
+    def up_to(self, max_length: int) -> ModelSpec:
+        """The same model for sequences of at most `max_length`, without what those do not notice."""
+        idle = self.query_growth is not None and max_length <= self.query_growth.length
+        return replace(self, query_growth=None) if idle else self
 
     @property
     def ropes(self) -> tuple[RopeSpec | None, ...]:

@@ -138,6 +138,18 @@ def test_scales_of_parts_stay_their_own_and_the_input_has_the_largest() -> None:
     assert float(whole.activations.scale) == 0.5
 
 
+def test_input_scales_under_the_name_that_transformers_gives_them() -> None:
+    """As in Ministral 3's checkpoints."""
+    layout = fp8(64, 64, static=True, seed=1)
+    renamed = {("activation_scale" if name == "input_scale" else name): tensor for name, tensor in layout.tensors.items()}
+    assert "activation_scale" in renamed
+    found, expected = read(layout, renamed), read(layout)
+    assert found.activations.scale is not None and expected.activations.scale is not None
+    assert torch.equal(found.activations.scale, expected.activations.scale)
+    with pytest.raises(CheckpointError, match=r"activation_scale .* must be greater than 0"):
+        read(layout, renamed | {"activation_scale": torch.tensor(-1.0)})
+
+
 def broken(layout: Layout, **changes: torch.Tensor | None) -> Tensors:
     tensors = dict(layout.tensors)
     for piece, tensor in changes.items():

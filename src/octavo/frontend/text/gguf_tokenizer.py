@@ -96,7 +96,7 @@ _PRE_TOKENIZERS: Final[Mapping[str, _Pre]] = {
     "tekken": _Pre(_TEKKEN, ignore_merges=True, add_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Pre(GPT4O_WORDS)),
     **dict.fromkeys(("chatglm-bpe", "glm4"), _Pre(LLAMA3_WORDS)),
-    "deepseek-v3": _Pre(_DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _Pre(_DEEPSEEK3)),
     "deepseek-llm": _Pre(_DEEPSEEK_LLM),
     "deepseek-coder": _Pre(_DEEPSEEK_CODER),
     "falcon": _Pre(_FALCON),

@@ -1,4 +1,4 @@
-"""Families that differ from Llama in one or two respects: SmolLM3, GLM-4, Arcee, Nemotron, Ministral, Seed-OSS, ERNIE 4.5, EXAONE 4."""
+"""Families that differ from Llama in one or two respects: SmolLM3, GLM-4, Arcee, Nemotron, Ministral, Seed-OSS, ERNIE 4.5, EXAONE 4, Hunyuan."""
 
 from __future__ import annotations
 
@@ -128,6 +128,27 @@ def _exaone4(config: HfConfig) -> ModelSpec:
     return spec if window is None else spec.with_ropes(None if one is None else spec.rope for one in windows)
 
 
+def _hunyuan(config: HfConfig) -> ModelSpec:
+    """q and k are normed behind the rotation. Its "dynamic" scaling with an alpha is another base, the same for all lengths."""
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    head_dim = config.integer("head_dim", config.integer("attention_head_dim", hidden // heads))
+    rope = config.section("rope_scaling") if config.values.get("rope_scaling") else config.section("rope_parameters")
+    if rope.text("rope_type", rope.text("type", "default")) == "dynamic" and rope.has("alpha"):
+        theta = rope.number("rope_theta", config.number("rope_theta", 10000.0)) * rope.number("alpha") ** (head_dim / (head_dim - 2))
+        config = HfConfig({**config.values, "rope_scaling": None, "rope_parameters": {"rope_theta": theta}}, config.where)
+    bias = config.flag("attention_bias")
+    return decoder_spec(
+        config,
+        "HunYuanDenseV1ForCausalLM",
+        head_dim=head_dim,
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        qk_norm=True,
+        qk_norm_last=True,
+    )
+
+
 _NEIGHBOURS = {
     **DECODER_WEIGHTS,
     **{
@@ -185,6 +206,17 @@ FAMILIES = (
             _LAYER + "post_feedforward_layernorm.weight": Target("layers.{i}.mlp_post_norm"),
             _LAYER + "self_attn.q_norm.weight": Target("layers.{i}.q_norm"),
             _LAYER + "self_attn.k_norm.weight": Target("layers.{i}.k_norm"),
+        },
+    ),
+    Family(
+        name="hunyuan_v1_dense",
+        title="Hunyuan (dense), Hunyuan-MT",
+        architectures=("HunYuanDenseV1ForCausalLM",),
+        spec=_hunyuan,
+        weights={
+            **DECODER_WEIGHTS,
+            _LAYER + "self_attn.query_layernorm.weight": Target("layers.{i}.q_norm"),
+            _LAYER + "self_attn.key_layernorm.weight": Target("layers.{i}.k_norm"),
         },
     ),
     Family(name="ministral", title="Ministral", architectures=("MinistralForCausalLM",), spec=_ministral, weights=DECODER_WEIGHTS),

@@ -10,7 +10,7 @@ from octavo.quantization.pieces import Format, Pieces
 from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
-_NAMES = frozenset(("weight", "weight_scale", "weight_scale_inv", "input_scale"))
+_NAMES = frozenset(("weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale"))
 _MARKS = frozenset(("weight_scale", "weight_scale_inv"))
 
 
@@ -80,7 +80,8 @@ def activation_format(pieces: Pieces, kind: ActivationKind, *, static: bool) -> 
     """How the input is rounded: with the module's calibrated scale, or with one for each token."""
     if not static:
         return Activations(kind)
-    scales = pieces.scales("input_scale").float()
+    name = "activation_scale" if "activation_scale" in pieces else "input_scale"  # as transformers calls it
+    scales = pieces.scales(name).float()
     if bool((scales <= 0).any()):
-        raise pieces.fail("input_scale", "greater than 0")
+        raise pieces.fail(name, "greater than 0")
     return Activations(kind, scales.amax())
