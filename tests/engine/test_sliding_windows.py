@@ -80,7 +80,7 @@ def test_tokens_past_the_window_equal_transformers(tmp_path: Path, name: str) ->
         core = core_of(llm)
         assert core.kv.slides
         if abi.library() is not None:
-            assert (worker_of(core)._runner._native is not None) == (family in COMPILED)
+            assert (worker_of(core)._native is not None) == (family in COMPILED)
         assert len(core.kv.kinds) == (2 if "some" in name else 1)
         for _ in range(2):
             outputs = llm.generate([{"prompt_token_ids": p} for p in asked], greedy)

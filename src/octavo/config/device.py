@@ -194,15 +194,28 @@ def _is_whole(path: Path) -> bool:
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of host memory, within the cgroup's limit if there is one."""
+    """(total, available) bytes of host memory, within the limits of the cgroup and of the process (`ulimit -v`) if there are any."""
     import psutil
 
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
-    limit, used = _cgroup_memory()
-    if limit is not None and limit < total:
-        return limit, max(0, min(available, limit - used))
+    for limit, used in (_cgroup_memory(), _address_space()):
+        if limit is not None and limit < total:
+            total, available = limit, max(0, min(available, limit - used))
     return total, available
+
+
+def _address_space() -> tuple[int | None, int]:
+    """(limit, used) bytes of this process's address space; None: no limit."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None, 0
+    try:
+        return limit, int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return limit, 0
 
 
 def _cpu(threads: int) -> DeviceInfo:

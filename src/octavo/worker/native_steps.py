@@ -102,34 +102,27 @@ class NativeSteps:
         if not len(slots):
             return
         features, positions = state.features[slots], (plan.start + plan.count)[plan.sample]
-        scoring = np.flatnonzero(features & _LOGPROBS)
-        raw = (
-            {int(row): logits[row].copy() if features[row] & ~_LOGPROBS else logits[row] for row in scoring} if not self._processed else {}
-        )
-        choice = self._choice(plan, slots, features & _DRAW)
-        for row in np.flatnonzero(features & ADJUSTING):
-            slot, record = int(slots[row]), state.records[slots[row]]
-            stops = record.stop_ids
-            words = (
-                None
-                if plan.masks is None or choice.mask_rows is None or choice.mask_rows[row] < 0
-                else plan.masks.words[choice.mask_rows[row]]
-            )
-            must_end = words is not None and stops is not None and only_stops(words, stops)
+        scoring: list[int] = np.flatnonzero(features & _LOGPROBS).tolist()
+        raw = {} if self._processed else {row: logits[row].copy() for row in scoring}
+        modes = features & _DRAW
+        if self._processed:
+            modes[scoring] |= _PROCESSED
+        choice = self._choice(plan, slots, modes)
+        words = {} if plan.masks is None else dict(zip(plan.masks.slots.tolist(), plan.masks.words, strict=True))
+        for row in np.flatnonzero(features & ADJUSTING).tolist():
+            slot = int(slots[row])
+            record, stops = state.records[slot], state.records[slot].stop_ids
+            must_end = slot in words and stops is not None and only_stops(words[slot], stops)
             tokens = self._tables.tokens[slot, : positions[row]]
             numbers, prompt = state.host_numbers[slot], int(state.prompt_lens[slot])
             adjust(logits[row], int(features[row]), record, numbers, tokens, prompt, must_end=must_end)
-        if self._processed:
-            choice.modes[scoring] |= _PROCESSED
         result.tokens = self._steps.choose(logits, slots, choice)
         self._tables.tokens[slots, positions] = np.maximum(result.tokens, 0)
-        result.logprobs = {
-            int(slots[row]): [self._scored(raw.get(int(row), logits[row]), int(slots[row]), int(result.tokens[row]))]
-            for row in scoring
-            if result.tokens[row] >= 0
-        } or None
+        rows = [(row, int(slots[row]), int(result.tokens[row])) for row in scoring]
+        scored_rows = {slot: [self._score(raw.get(row, logits[row]), slot, token)] for row, slot, token in rows if token >= 0}
+        result.logprobs = scored_rows or None
 
-    def _scored(self, logits: Float32, slot: int, token: int) -> LogprobRow:
+    def _score(self, logits: Float32, slot: int, token: int) -> LogprobRow:
         record = self._state.records[slot]
         return score_row(logits, token, record.logprobs, record.logprob_token_ids)
 

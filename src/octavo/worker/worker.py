@@ -22,7 +22,7 @@ from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
-from octavo.ops.registry import Draw, Ops, load_ops
+from octavo.ops.registry import Ops, load_ops
 from octavo.parallel.group import ONE_RANK, Ranks
 from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, Int32, StepPlan, StepResult
@@ -108,7 +108,7 @@ class Worker:
             self._tables = SlotTables(scheduler.max_num_seqs, config.model.max_model_len, block_size, self._device, two_kinds=two_kinds)
             self._state = SamplerState(scheduler.max_num_seqs, self._device)
             processed = config.model.logprobs_mode == "processed_logprobs"
-            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._draw())
+            self._sampler = Sampler(self._state, self._tables.tokens, processed_logprobs=processed, draw=self._ops.draw)
         with self._phase("memory"):
             budget = self._measure()
             size, self._shape = self._size_cache(budget)
@@ -236,10 +236,6 @@ class Worker:
             gc.unfreeze()
             gc.collect()  # The model's tensors sit in reference cycles, and other processes may want the memory.
             torch.cuda.empty_cache()
-
-    def _draw(self) -> Draw | None:
-        """The fused end of the sampler, if the model or the device brings one."""
-        return self._model.draw if isinstance(self._model, CompiledDecoder) else self._ops.draw
 
     def _native_steps(self) -> NativeSteps | None:
         """All steps in compiled code; None where the model is not compiled."""

@@ -14,6 +14,7 @@ from octavo.config.types import CpuActivations
 from octavo.ops.cpu import abi, panels
 from octavo.ops.packed import EncodedRows, PanelWeight
 from tests.support.encoded_rows import CONVERTED, ENCODINGS, STORED, as_float, block_values, random_rows
+from tests.support.gguf_blocks import SIZES
 
 PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -212,3 +213,31 @@ def test_float16_is_read_exactly(level: str) -> None:
 def test_no_tokens_is_no_work(engine: abi.Engine) -> None:
     weight = packed(random_rows("Q4_1", 16, 32, 0))
     assert panels.linear(engine, torch.empty(0, 32), weight, None, activations="int8").shape == (0, 16)
+
+
+@pytest.mark.parametrize("encoding", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("worth", ["nan", "too large", "too small", "small beside larger ones"])
+def test_scales_that_float16_does_not_hold_are_told(level: str, encoding: str, worth: str) -> None:
+    """Who packs them keeps the numbers otherwise. Few small ones among larger ones are worth nothing."""
+    rows = random_rows(encoding, 20, 512, 5)
+    blocks = rows.bytes().reshape(20, -1, SIZES[encoding][1]).copy()
+    place = 208 if encoding == "Q6_K" else 0
+
+    def put(block: tuple[int, int], value: float, exponent: int) -> None:
+        if encoding == "MXFP4":
+            blocks[block][0] = exponent
+        else:
+            blocks[block][place : place + 2] = np.float16([value]).view(np.uint8)
+
+    match worth:
+        case "nan":
+            put((3, 1), np.nan, 255)
+        case "too large":
+            put((3, 1), 60000.0, 200)
+        case "too small":
+            for block in np.ndindex(blocks.shape[:2]):
+                put(block, 2.0**-22, 105)
+        case _:
+            put((3, 1), 2.0**-22, 105)
+    part = panels.pack_rows(EncodedRows(encoding, (20, 512), blocks.reshape(20, -1)))
+    assert part.finite == (worth == "small beside larger ones")

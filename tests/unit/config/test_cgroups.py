@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from octavo.config import device
+from octavo.protocol.boot import child_environment
 
 
 @pytest.fixture
@@ -57,3 +60,19 @@ def test_a_container_that_sees_its_own_group_as_the_root(groups: Path) -> None:
     put(groups / "self", "0::/../outside")
     put(groups / "fs/cpu.max", "200000 100000")
     assert device._cgroup_cpu_quota() == 2
+
+
+def test_a_limit_of_the_address_space_is_one_of_memory() -> None:
+    """In a process of its own: such a limit cannot be taken back."""
+    code = """
+import resource
+from octavo.config.device import host_memory
+total, free = host_memory()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + 2**26
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+less, left = host_memory()
+print(less == limit < total, 0 < left <= 2**26)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=child_environment(), check=True, timeout=60)
+    assert run.stdout.split() == ["True", "True"]

@@ -80,6 +80,41 @@ Matrix random_matrix(int32_t from, int64_t rows, int64_t columns) {
     return m;
 }
 
+// 5-bit codes with a minimum: blocks of 32 columns that become groups of 8 bits with a minimum.
+Matrix random_q5_1(int64_t rows, int64_t columns) {
+    Matrix m = {SOURCE_Q5_1, KIND_Q8_MINIMUM, rows, columns, columns / 32 * 24, {}, std::vector<float>((size_t)(rows * columns))};
+    m.data.resize((size_t)(rows * m.row_bytes));
+    for (uint8_t& byte : m.data) byte = (uint8_t)below(256);
+    for (int64_t g = 0; g < rows * columns / 32; g++) {
+        uint8_t* b = m.data.data() + g * 24;
+        const uint16_t scale = random_half(), minimum = random_half();
+        std::memcpy(b, &scale, 2), std::memcpy(b + 2, &minimum, 2);
+        for (int k = 0; k < 32; k++) {
+            const int code = (k < 16 ? b[8 + k] & 15 : b[8 + k - 16] >> 4) | (b[4 + k / 8] >> k % 8 & 1) << 4;
+            m.values[(size_t)(32 * g + k)] = from_half(scale) * (float)code + from_half(minimum);
+        }
+    }
+    return m;
+}
+
+// 6-bit codes whose runs of 16 have a scale each: blocks of 256 columns that become groups of 8 bits in halves.
+Matrix random_q6_k(int64_t rows, int64_t columns) {
+    Matrix m = {SOURCE_Q6_K, KIND_Q8_HALVES, rows, columns, columns / 256 * 210, {}, std::vector<float>((size_t)(rows * columns))};
+    m.data.resize((size_t)(rows * m.row_bytes));
+    for (uint8_t& byte : m.data) byte = (uint8_t)below(256);
+    for (int64_t block = 0; block < rows * columns / 256; block++) {
+        uint8_t* b = m.data.data() + block * 210;
+        const uint16_t scale = 0x1000;  // 2^-11: its products are not rounded
+        std::memcpy(b + 208, &scale, 2);
+        for (int k = 0; k < 256; k++) {
+            const int part = k / 128, run = k / 32 % 4, at = k % 32;
+            const int low = b[part * 64 + run % 2 * 32 + at] >> (run < 2 ? 0 : 4) & 15, high = b[128 + part * 32 + at] >> 2 * run & 3;
+            m.values[(size_t)(256 * block + k)] = from_half(scale) * (float)(int8_t)b[192 + k / 16] * (float)((low | high << 4) - 32);
+        }
+    }
+    return m;
+}
+
 std::vector<uint8_t> packed(const Matrix& m) {
     std::vector<uint8_t> panels((size_t)octavo_packed_bytes(m.kind, m.rows, m.columns));
     octavo_pack(m.source, m.data.data(), m.row_bytes, nullptr, m.rows, m.columns, panels.data());
@@ -98,10 +133,10 @@ std::vector<double> rounded(const std::vector<float>& x, double most) {
 }
 
 void check_linear(OctavoEngine* engine, int round) {
-    const int32_t from = round % 6, activations = round / 6 % 3;
+    const int32_t from = round % 8, activations = round / 8 % 3;
     static const int64_t counts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 33, 100};
-    const int64_t rows = 1 + below(70), columns = 32 * (1 + below(6)), tokens = counts[below(12)];
-    const Matrix m = random_matrix(from, rows, columns);
+    const int64_t rows = 1 + below(70), columns = from == 7 ? 256 : 32 * (1 + below(6)), tokens = counts[below(12)];
+    const Matrix m = from == 6 ? random_q5_1(rows, columns) : from == 7 ? random_q6_k(rows, columns) : random_matrix(from, rows, columns);
     const std::vector<uint8_t> panels = packed(m);
     const OctavoSegment segment = {m.kind, (int32_t)rows, panels.data()};
     const std::vector<float> bias = normals((size_t)rows), x = normals((size_t)(tokens * columns));
