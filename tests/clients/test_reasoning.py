@@ -55,7 +55,7 @@ async def test_autogen(thinker: RunningServer) -> None:
 
 def test_llama_index(thinker: RunningServer) -> None:
     openai_like = pytest.importorskip("llama_index.llms.openai_like")
-    from llama_index.core.llms import ChatMessage, ThinkingBlock
+    from llama_index.core.base.llms.types import ChatMessage, ThinkingBlock
 
     settings: Any = {"model": "tiny", "api_base": f"{thinker.url}/v1", "api_key": "secret", "context_window": 512, "max_retries": 0}
     chat = openai_like.OpenAILike(**settings, is_chat_model=True)
