@@ -41,6 +41,7 @@ def test_errors_are_those_of_the_route(server: RunningServer, content: Any, para
 def test_leaving_ends_the_request(server: RunningServer) -> None:
     server.script("forever", [40] * 400, delay=0.02)
     with server.http.stream("POST", "/invocations", json={"prompt": "forever", "max_tokens": 400, "stream": True}) as reply:
-        next(reply.iter_lines())
+        lines = reply.iter_lines()
+        next(lines)
         assert wait_until(lambda: server.metric("vllm:num_requests_running") == 1)
     assert wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
