@@ -62,6 +62,7 @@ def test_stream(client: Any, thinking_server: RunningServer) -> None:
     assert (message.content[2].name, message.content[2].input) == ("weather", {"city": "Paris"})
     assert message.stop_reason == "tool_use"
     whole = client.messages.create(model="tiny", max_tokens=300, messages=HI, tools=[TOOL], thinking=THINK)
+    assert whole.model_dump()["usage"]["output_tokens_details"] == {"thinking_tokens": len("Hm.")}  # its tokens are bytes
     assert [b.model_dump(exclude={"id"}) for b in whole.content] == [
         b.model_dump(exclude={"id", "parsed_output"}) if b.type == "text" else b.model_dump(exclude={"id"}) for b in message.content
     ]

@@ -167,3 +167,32 @@ def test_a_failure_in_mid_stream_is_an_event(client: openai.OpenAI, server: Runn
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
     assert "finite" in events[-1].response.error.message
+
+
+def test_items_are_referred_to(client: openai.OpenAI, server: RunningServer) -> None:
+    """What clients send that keep ids instead of texts."""
+    server.script("weather?", CALL)
+    first = client.responses.create(model="tiny", input="hi")
+    asked = client.responses.create(model="tiny", input="weather?", tools=[TOOL])  # type: ignore[list-item]
+    said, call = first.output[0], asked.output[0]
+    assert call.type == "function_call" and said.id is not None and call.id is not None
+    given: list = [
+        {"role": "user", "content": "hi"},
+        {"type": "item_reference", "id": said.id},
+        {"role": "user", "content": "weather?"},
+        {"id": call.id},
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+    ]
+    server.script("sunny", "It is sunny.")
+    reply = client.responses.create(model="tiny", input=given)
+    assert reply.output_text == "It is sunny."
+    prompt = prompt_of(server)
+    assert prompt.index("hello world") < prompt.index("weather?") < prompt.index("sunny")
+    kept = client.responses.input_items.list(reply.id, order="asc").data
+    assert [item.type for item in kept] == ["message", "message", "message", "function_call", "function_call_output"]
+    assert client.responses.input_tokens.count(model="tiny", input=given).input_tokens > 20
+    conversation = client.conversations.create(items=[{"type": "item_reference", "id": said.id}])  # type: ignore[list-item]
+    assert [item.type for item in client.conversations.items.list(conversation.id).data] == ["message"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]: no item .* is kept"):
+        client.responses.create(model="tiny", input=given)

@@ -170,5 +170,6 @@ def test_a_models_card_serves_both_apis(server: RunningServer) -> None:
     card = server.http.get(f"/v1/models/{listed['data'][0]['id']}").json()
     assert card == listed["data"][0]
     assert (card["object"], card["type"], card["display_name"]) == ("model", "model", card["id"])
+    assert card["max_input_tokens"] == card["max_tokens"] == card["max_model_len"]
     assert int(datetime.datetime.fromisoformat(card["created_at"]).timestamp()) == card["created"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (card["id"], card["id"], False)

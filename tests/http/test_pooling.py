@@ -261,3 +261,11 @@ def test_a_model_that_generates_says_how_to_pool(server: RunningServer, path: st
     reply = server.post(path, body)
     assert reply.status_code == 400
     assert "--runner pooling" in reply.json()["error"]["message"]
+
+
+def test_invocations(embedder: ServerProcess, ranker: ServerProcess) -> None:
+    assert len(vectors(post(embedder, "/invocations", {"input": TEXTS}))) == 3
+    assert post(embedder, "/invocations", {"query": TEXTS[0], "documents": TEXTS}).json()["results"]
+    scored = post(ranker, "/invocations", {"text_1": TEXTS[0], "text_2": TEXTS[1]}).json()["data"]
+    assert scored[0]["object"] == "score"
+    assert post(embedder, "/invocations", {"prompt": "x"}).status_code == 400

@@ -308,6 +308,8 @@ def test_keys_see_their_own_responses_only(checkpoint: Any) -> None:
         assert server.http.get(f"{PATH}/{response['id']}", headers=two).status_code == 404
         assert server.http.delete(f"{PATH}/{response['id']}", headers=two).status_code == 404
         assert server.post(PATH, {"input": "x", "previous_response_id": response["id"]}, headers=two).status_code == 400
+        reference = [{"type": "item_reference", "id": response["output"][0]["id"]}]
+        assert [server.post(PATH, {"input": reference}, headers=key).status_code for key in (one, two)] == [200, 400]
         assert server.http.get(f"{PATH}/{response['id']}", headers=one).status_code == 200
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
 from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
-from octavo.core.restriction import Restriction, Spellings, drop_dead_ends
+from octavo.core.restriction import BadWords, Restriction, Spellings, drop_dead_ends
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
@@ -207,11 +207,11 @@ class _Parked:
     grammar: Future[Any] | None
     start: Future[Marker] | None
     end: Future[Marker] | None
-    spellings: Future[Spellings] | None
+    bad: Future[BadWords] | None
 
     @property
     def futures(self) -> list[Future[Any]]:
-        return [future for future in (self.grammar, self.start, self.end, self.spellings) if future is not None]
+        return [future for future in (self.grammar, self.start, self.end, self.bad) if future is not None]
 
 
 class Constraints:
@@ -250,10 +250,15 @@ class Constraints:
         if not self._compiler.num_words:
             raise GrammarError("The engine was sent no vocabulary, which constrained output needs.")
         grammar = self._compiler.compile(spec.grammar, spec.cost) if spec.grammar else None
-        spellings = None
-        if siblings[0].sampling.bad_words_token_ids:
-            spellings = self._spellings = self._spellings or self._compiler.in_background(Spellings, self._compiler.tokens)
-        self._parked.append(_Parked(siblings, grammar, self._marker(spec.reasoning_start), self._marker(spec.reasoning_end), spellings))
+        bad = self._bad_words(siblings[0].sampling.bad_words_token_ids)
+        self._parked.append(_Parked(siblings, grammar, self._marker(spec.reasoning_start), self._marker(spec.reasoning_end), bad))
+
+    def _bad_words(self, bad: list[list[int]] | None) -> Future[BadWords] | None:
+        if not bad:
+            return None
+        if self._spellings is None:
+            self._spellings = self._compiler.in_background(Spellings, self._compiler.tokens)
+        return self._compiler.in_background(_bad_words, bad, self._spellings)
 
     def _marker(self, text: str) -> Future[Marker] | None:
         """The tokens of a marker; looked for once."""
@@ -289,14 +294,14 @@ class Constraints:
     def _equip(self, parked: _Parked) -> str:
         try:
             start, end = (None if marker is None else marker.result() for marker in (parked.start, parked.end))
-            spellings = None if parked.spellings is None else parked.spellings.result()
+            bad = None if parked.bad is None else parked.bad.result()
             for request in parked.siblings:
                 spec = request.sampling.constraint
                 assert spec is not None
                 matcher = None if parked.grammar is None else self._compiler.matcher(parked.grammar)
                 reasoning = Reasoning(spec, self._compiler.tokens, start, end)
                 eos = self._compiler.eos_token_ids or request.eos_token_ids
-                restriction = Restriction.of(request.sampling, self._compiler.num_words, spellings)
+                restriction = Restriction.of(request.sampling, self._compiler.num_words, bad)
                 request.constraint = Constraint(spec, matcher, eos, reasoning, restriction)
                 for token in request.tokens[request.num_prompt :]:  # those that an engine before this one had sent
                     request.constraint.accept(token)
@@ -338,3 +343,8 @@ class Constraints:
     def close(self) -> None:
         self.turns.close()
         self._compiler.close()
+
+
+def _bad_words(bad: list[list[int]], spellings: Future[Spellings]) -> BadWords:
+    """In the thread that has made `spellings` before."""
+    return BadWords(bad, spellings.result())

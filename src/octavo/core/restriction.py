@@ -7,7 +7,8 @@ before it has come there; beside a grammar, words are looked for in whichever to
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,31 +26,92 @@ class Spellings:
     """The tokens of a vocabulary by their texts. Takes some 10 ms and 25 MB for 150,000 tokens: made once, where it is needed."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        self.tokens = tokens
+        self._tokens = tokens
+        self.longest = max(map(len, tokens), default=0)
+        """Bytes of the longest token."""
         self._ids: dict[bytes, list[int]] = {}
         for token_id, text in enumerate(tokens):
             if text:
                 self._ids.setdefault(text, []).append(token_id)
+
+    def text(self, token: int) -> bytes:
+        return self._tokens[token] if token < len(self._tokens) else b""
 
     def ids(self, text: bytes) -> Sequence[int]:
         """The tokens that are this text."""
         return self._ids.get(text, ())
 
 
+Begun = tuple[int, int, int]
+"""Words that have been begun: the range of them in a sorted list, and how many bytes of each are there."""
+
+
+class BadWords:
+    """The words that a request forbids, beside a grammar.
+
+    A grammar makes a model write a word in other tokens than its own: with `yes` forbidden, what may still come is `ye`, and then `s`. So a
+    word counts here in whichever tokens it is written, as long as it begins with a token and ends with one (`es` says nothing against the
+    token `yes`): the token that would complete it is forbidden.
+
+    Args:
+        bad: the tokens of each word.
+    """
+
+    def __init__(self, bad: Sequence[Sequence[int]], spellings: Spellings) -> None:
+        self._spellings = spellings
+        self.sequences: list[Sequence[int]] = []
+        """Words of which some token has no text: these tokens and no others."""
+        words: set[bytes] = set()
+        for ids in bad:
+            parts = [spellings.text(token) for token in ids]
+            if all(parts):
+                words.add(b"".join(parts))
+            else:
+                self.sequences.append(ids)
+        self._words = sorted(words)
+        self._none: Begun = (0, len(self._words), 0)
+        self._completing: dict[Begun, tuple[int, ...]] = {}
+
+    def after(self, begun: Sequence[Begun], token: int) -> list[Begun]:
+        """What is begun behind `token`, given what was before it."""
+        words, text, found = self._words, self._spellings.text(token), []
+        for low, high, size in (*begun, self._none) if words and text else ():
+            prefix = words[low][:size] + text
+            first = bisect_left(words, prefix, low, high)
+            last = bisect_left(words, prefix + b"\xff", first, high)  # a byte that no text has
+            if first < last and words[first] == prefix:
+                first += 1
+            if first < last:
+                found.append((first, last, size + len(text)))
+        return found
+
+    def completing(self, begun: Sequence[Begun]) -> Iterator[Sequence[int]]:
+        """The tokens that would complete a word."""
+        for place in (*begun, self._none):
+            if (ids := self._completing.get(place)) is None:
+                if len(self._completing) >= MAX_PLACES:
+                    self._completing.clear()
+                low, high, size = place
+                rests = (word[size:] for word in self._words[low:high] if len(word) - size <= self._spellings.longest)
+                ids = self._completing[place] = tuple(token for rest in rests for token in self._spellings.ids(rest))
+            yield ids
+
+
+MAX_PLACES = 4096
+"""Beginnings of which it is remembered what completes them."""
+
+
 class Restriction:
     """The lists of one request beside a grammar, for masks of `num_words` words. Follows one sequence.
 
-    A grammar makes a model write a word in other tokens than its own: with `yes` forbidden, what may still come is `ye`, and then `s`. So a bad
-    word counts here in whichever tokens it is written, as long as it begins with a token and ends with one (`es` says nothing against the
-    token `yes`): the token that would complete it is forbidden.
+    Args:
+        bad: the bad words, if there are any; siblings share them.
     """
 
-    def __init__(self, sampling: SamplingParams, num_words: int, spellings: Spellings | None = None) -> None:
-        bad = sampling.bad_words_token_ids or []
-        self._tokens: Sequence[bytes] = () if spellings is None else spellings.tokens
-        self._spellings = spellings
+    def __init__(self, sampling: SamplingParams, num_words: int, bad: BadWords | None = None) -> None:
+        self._bad = bad
         self._allowed: Int32 | None = None
-        self.fields = ["bad_words"] if bad else []
+        self.fields = ["bad_words"] if bad is not None else []
         """Names of the lists."""
         if sampling.allowed_token_ids is not None:
             self.fields.insert(0, "allowed_token_ids")
@@ -57,63 +119,34 @@ class Restriction:
             ids = np.asarray(sampling.allowed_token_ids, np.int64)
             bits[ids[ids < len(bits)]] = 1
             self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
-        self._sequences: list[Sequence[int]] = []
-        """Words of which some token has no text: these tokens and no others."""
-        self._whole: set[int] = set()
-        """Tokens that are a word."""
-        self._words: dict[int, list[bytes]] = {}
-        """The others, by their first byte."""
-        for ids_of in bad:
-            parts = [self._text(token) for token in ids_of]
-            if not all(parts) or spellings is None:
-                self._sequences.append(ids_of)
-                continue
-            word = b"".join(parts)
-            self._whole.update(spellings.ids(word))
-            self._words.setdefault(word[0], []).append(word)
-        self._longest = max(map(len, self._sequences), default=0)
+        self._longest = max(map(len, bad.sequences), default=0) if bad is not None else 0
         self._tail: list[int] = []
-        """The last tokens."""
-        self._begun: list[tuple[bytes, int]] = []
-        """Words that the text ends with the beginning of, and how many of their bytes."""
+        """The last tokens, as many as `_longest` needs."""
+        self._begun: list[Begun] = []
 
     @classmethod
-    def of(cls, sampling: SamplingParams, num_words: int, spellings: Spellings | None = None) -> Restriction | None:
+    def of(cls, sampling: SamplingParams, num_words: int, bad: BadWords | None = None) -> Restriction | None:
         """None for a request without such lists."""
-        wanted = sampling.allowed_token_ids is not None or sampling.bad_words_token_ids
-        return cls(sampling, num_words, spellings) if wanted else None
+        return cls(sampling, num_words, bad) if sampling.allowed_token_ids is not None or bad is not None else None
 
     def fork(self) -> Restriction:
-        other = copy.copy(self)
-        other._tail, other._begun = list(self._tail), list(self._begun)
-        return other
+        return copy.copy(self)  # its lists are replaced, never changed
 
     def accept(self, token: int) -> None:
         """The sequence goes on by `token`."""
-        if self._longest > 1:
-            self._tail = [*self._tail[2 - self._longest :], token] if self._longest > 2 else [token]
-        if not self._words:
-            return
-        text = self._text(token)
-        if not text:
-            self._begun = []
-            return
-        begun = [(word, at + len(text)) for word, at in self._begun if word.startswith(text, at)]
-        begun += [(word, len(text)) for word in self._words.get(text[0], ()) if word.startswith(text)]
-        self._begun = [(word, at) for word, at in begun if at < len(word)]
+        if self._bad is not None:
+            self._begun = self._bad.after(self._begun, token)
+            if self._longest > 1:
+                self._tail = [*self._tail, token][1 - self._longest :]
 
     def narrow(self, words: Int32) -> None:
         """Take what is forbidden next out of a mask [num_words]."""
         if self._allowed is not None:
             words &= self._allowed
-        forbid(words, self._whole)
-        forbid(words, _ending(self._sequences, self._tail))
-        if self._spellings is not None:
-            for word, at in self._begun:
-                forbid(words, self._spellings.ids(word[at:]))
-
-    def _text(self, token: int) -> bytes:
-        return self._tokens[token] if token < len(self._tokens) else b""
+        if self._bad is not None:
+            forbid(words, _ending(self._bad.sequences, self._tail))
+            for ids in self._bad.completing(self._begun):
+                forbid(words, ids)
 
 
 MAX_CHOICES = 24
@@ -137,10 +170,10 @@ def drop_dead_ends(words: Int32, matcher: Matcher, restriction: Restriction, end
         if token in ends:
             continue
         left, leads_on = _leads_on(matcher, restriction, token, len(words), ends, left)
-        if left <= 0:
-            return
         if not leads_on:
             forbid(words, (token,))
+        if left <= 0:
+            return
 
 
 def _leads_on(matcher: Matcher, restriction: Restriction, token: int, num_words: int, ends: frozenset[int], left: int) -> tuple[int, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
+import reprlib
 from typing import Any, Literal
 
 import msgspec
@@ -73,10 +74,24 @@ class OutputConstraint(msgspec.Struct, omit_defaults=True):
     """What is written when the budget is used up; ends with `reasoning_end_ids`, or stands for `reasoning_end`."""
 
 
+_STRUCTURED: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "json": ((str, dict, bool), "a JSON schema, or one as JSON text"),
+    "regex": (str, "a string"),
+    "choice": ((list, tuple), "a list of strings"),
+    "grammar": (str, "a string"),
+    "json_object": (bool, "true or false"),
+    "structural_tag": ((str, dict), "an object, or one as JSON text"),
+    "disable_any_whitespace": (bool, "true or false"),
+    "disable_additional_properties": (bool, "true or false"),
+    "whitespace_pattern": (str, "a string"),
+}
+"""What the fields of a wish may be, in types and in words."""
+
+
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     """Exactly one of json, regex, choice, grammar, json_object, structural_tag constrains the output."""
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -87,6 +102,14 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        if self.json is True:
+            self.json = {}
+        for name, (kind, said) in _STRUCTURED.items():
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                raise InvalidRequest(
+                    f"structured_outputs.{name} must be {said}, got {reprlib.repr(value)}.",
+                    param="structured_outputs",
+                )
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [k for k in kinds if getattr(self, k) is not None]
         if len(given) != 1:

@@ -161,6 +161,15 @@ def test_without_the_engine_nothing_is_started(monkeypatch: pytest.MonkeyPatch) 
     door.close()
 
 
+def test_schemas_that_are_no_objects(door: GrammarDoor) -> None:
+    assert door.check(wish(json=True)).source == door.check(wish(json={})).source
+    with pytest.raises(InvalidRequest, match="allows nothing"):
+        door.check(wish(json=False))
+    for name, value in {"json": 5, "choice": "x", "regex": ["x"], "json_object": 1, "structural_tag": [], "whitespace_pattern": 5}.items():
+        with pytest.raises(InvalidRequest, match=f"structured_outputs.{name} must be"):
+            wish(**{name: value})
+
+
 def test_memory_of_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "MAX_REMEMBERED_BYTES", 10_000)
     door = GrammarDoor(lambda: VOCABULARY)

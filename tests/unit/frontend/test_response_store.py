@@ -92,3 +92,20 @@ def test_two_processes_share_a_file(tmp_path: Path) -> None:
     two.put(stored("b", "a"))
     assert [s.id for s in one.chain("b", "") or []] == ["a", "b"]
     assert one.size() == two.size()
+
+
+def test_items_of_outputs_are_found_as_long_as_their_response_is_kept() -> None:
+    clock = Clock()
+    store = ResponseStore(ttl=1000, max_bytes=6000, clock=clock)
+    for number in range(10):
+        clock.now += 1
+        response = {"id": f"r{number}", "output": [{"id": f"m{number}", "text": "x" * 300}]}
+        store.put(StoredResponse({**response, "output": []}, [], "a"))
+        store.put(StoredResponse(response, [], "a"))
+    found = [store.output_item(f"m{number}", "a") is not None for number in range(10)]
+    assert found == [store.get(f"r{number}", "a") is not None for number in range(10)]
+    assert not found[0] and found[9]
+    assert store.output_item("m9", "b") is None
+    store.delete("r9", "a")
+    assert store.output_item("m9", "a") is None
+    assert store._db.execute("SELECT count(*) FROM outputs").fetchone()[0] == sum(found) - 1

@@ -26,6 +26,7 @@ from octavo.frontend.http.routes import (
     development,
     files,
     health,
+    invocations,
     messages,
     models,
     observe,
@@ -89,6 +90,7 @@ def build_app(
         models,
         tokens,
         health,
+        invocations,
         observe,
         unsupported,
     ):

@@ -31,7 +31,7 @@ def whole_message(
     # begin with an empty text too.
     message = Message(role, text if text or not reply.calls else None)
     if reply.reasoning and include_reasoning:
-        message.reasoning = reply.reasoning
+        message.reasoning = message.reasoning_content = reply.reasoning
     if reply.calls:
         message.tool_calls = [ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments)) for call in reply.calls]
     return message, finish_reason(output.finish_reason, plan, sum(call.complete for call in reply.calls)), reply.reasoning
@@ -91,7 +91,7 @@ class ChoiceStream:
         if text:
             delta.content = text
         if reasoning:
-            delta.reasoning = reasoning
+            delta.reasoning = delta.reasoning_content = reasoning
         if calls:
             delta.tool_calls = calls
         return delta

@@ -118,6 +118,8 @@ class Message(msgspec.Struct):
     content: str | None
     refusal: None = None
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    """The same under its older name: clients read one or the other."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
     function_call: FunctionCall | UnsetType = UNSET
     """The call, for a client that gave `functions`."""
@@ -163,6 +165,7 @@ class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     function_call: FunctionDelta | UnsetType = UNSET
 

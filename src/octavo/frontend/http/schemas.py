@@ -41,6 +41,7 @@ class Schema(BaseModel):
 class StreamOptions(Schema):
     include_usage: Bool | None = None
     continuous_usage_stats: Bool | None = None
+    include_obfuscation: Bool | None = Field(None, description="Without an effect: chunks are not padded.")
 
 
 class GenerationRequest(Schema):

@@ -148,11 +148,13 @@ def usage(counted: Usage) -> dict[str, Any]:
     """Token counts under this API's names: `input_tokens` are those that no cache had."""
     details = counted.prompt_tokens_details
     cached = details.cached_tokens if details else 0
+    parts = counted.completion_tokens_details
     return {
         "input_tokens": counted.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": counted.completion_tokens,
+        "output_tokens_details": None if not parts else {"thinking_tokens": parts.reasoning_tokens},
     }
 
 

@@ -7,10 +7,10 @@ more than that done by the server.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from octavo.errors import InvalidRequest, NotYet
+from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
 from octavo.frontend.http.limits import check_count
 
@@ -25,11 +25,15 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+REFERENCE = "item_reference"
+"""An item of a kept response, given by its id: `dereferenced` puts the item in its place."""
+
+
 def input_items(given: Any, param: str = "input") -> list[Item]:
     """`input`, which may be a text too, or another field as items.
 
     Raises:
-        InvalidRequest, NotYet: names the item.
+        InvalidRequest: names the item.
     """
     if isinstance(given, str) and param == "input":
         return [_user_message(given)]
@@ -39,6 +43,28 @@ def input_items(given: Any, param: str = "input") -> list[Item]:
         raise InvalidRequest(f"{param} {what}.", param=param)
     check_count(param, given, param)
     return [_item(item, f"{param}[{number}]") for number, item in enumerate(given)]
+
+
+def dereferenced(items: list[Item], find: Callable[[str], Item | None], param: str = "input") -> list[Item]:
+    """`items` with what the references among them stand for.
+
+    Args:
+        find: an item that is kept, by its id.
+
+    Raises:
+        InvalidRequest: one of them is not kept (any more).
+    """
+    result = []
+    for number, item in enumerate(items):
+        found = find(item["id"]) if item["type"] == REFERENCE else item
+        if found is None:
+            raise InvalidRequest(
+                f"{param}[{number}]: no item {short_repr(item['id'])} is kept; send the item itself, and have responses kept that are to be "
+                "referred to (store).",
+                param=param,
+            )
+        result.append(_item(found, f"{param}[{number}]") if found is not item else item)
+    return result
 
 
 def _user_message(text: str) -> Item:
@@ -54,7 +80,7 @@ def _field(where: str) -> str:
 def _item(item: Any, where: str) -> Item:
     if not isinstance(item, dict):
         raise InvalidRequest(f"{where} must be an object, got {short_repr(item)}.", param=_field(where))
-    kind = item.get("type") or ("message" if "role" in item else None)
+    kind = item.get("type") or ("message" if "role" in item else REFERENCE if item.keys() == {"id"} else None)
     match kind:
         case "message":
             return _message(item, where)
@@ -75,12 +101,11 @@ def _item(item: Any, where: str) -> Item:
             kept = {name: [p for p in item.get(name) or () if _is_text(p)] for name in ("summary", "content")}
             return {"id": _id(item, "rs"), "type": "reasoning", **kept}
         case "item_reference":
-            raise NotYet(
-                f"{where}: item_reference is not supported; send the item itself, or use previous_response_id.", param=_field(where)
-            )
+            _need_text(item, where, "id")
+            return {"id": item["id"], "type": REFERENCE}
         case _:
             raise InvalidRequest(
-                f"{where} has the type {short_repr(kind)}; known are message, function_call, function_call_output and reasoning.",
+                f"{where} has the type {short_repr(kind)}; known are message, function_call, function_call_output, reasoning and item_reference.",
                 param=_field(where),
             )
 

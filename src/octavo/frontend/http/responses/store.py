@@ -24,6 +24,9 @@ CREATE TABLE IF NOT EXISTS responses (
     size INTEGER NOT NULL, response BLOB NOT NULL, items BLOB NOT NULL, keeper INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at);
+CREATE TABLE IF NOT EXISTS outputs (item TEXT PRIMARY KEY, response TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS outputs_by_response ON outputs (response);
+CREATE TRIGGER IF NOT EXISTS outputs_gone AFTER DELETE ON responses BEGIN DELETE FROM outputs WHERE response = old.id; END;
 CREATE TABLE IF NOT EXISTS held (bytes INTEGER NOT NULL);
 INSERT INTO held SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM held);
 CREATE TRIGGER IF NOT EXISTS responses_added AFTER INSERT ON responses BEGIN UPDATE held SET bytes = bytes + new.size; END;
@@ -33,6 +36,8 @@ MAX_CHAIN = 10_000
 """Responses in one conversation."""
 _OVERHEAD = 512
 """Bytes that a row takes beside its texts."""
+_OVERHEAD_OF_OUTPUT = 256
+"""The same for an item of its output."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +97,14 @@ class ResponseStore:
 
     def _keep(self, stored: StoredResponse) -> None:
         response, items = msgspec.json.encode(stored.response), msgspec.json.encode(stored.items)
-        size = len(response) + len(items) + _OVERHEAD
+        outputs = stored.response.get("output") or ()
+        size = len(response) + len(items) + _OVERHEAD + _OVERHEAD_OF_OUTPUT * len(outputs)
         previous, status = stored.response.get("previous_response_id"), stored.response.get("status", "completed")
         now = self._clock()
         self._db.execute("DELETE FROM responses WHERE used_at < ? OR id = ?", (now - self._ttl, stored.id))
         row = (stored.id, stored.owner, previous, status, now, size, response, items, self._keeper)
         self._db.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        self._db.executemany("INSERT OR REPLACE INTO outputs VALUES (?, ?)", [(item["id"], stored.id) for item in outputs])
         while self.size() > self._max_bytes:
             self._db.execute("DELETE FROM responses WHERE id IN (SELECT id FROM responses ORDER BY used_at, id LIMIT 1)")
 
@@ -111,6 +118,12 @@ class ResponseStore:
             return None
         self._db.execute("UPDATE responses SET used_at = ? WHERE id = ?", (now, response_id))
         return StoredResponse(msgspec.json.decode(row[0]), msgspec.json.decode(row[1]), owner)
+
+    def output_item(self, item_id: str, owner: str) -> Item | None:
+        """An item of the output of a response of `owner`; using it keeps the response longer."""
+        row = self._db.execute("SELECT response FROM outputs WHERE item = ?", (item_id,)).fetchone()
+        stored = None if row is None else self.get(row[0], owner)
+        return None if stored is None else next((item for item in stored.response["output"] if item["id"] == item_id), None)
 
     def chain(self, response_id: str, owner: str) -> list[StoredResponse] | None:
         """The conversation that ends with a response, oldest first. None: one of its responses is not there (any more)."""

@@ -13,7 +13,7 @@ from octavo.frontend.http.context import context_of, json_response, owner_of
 from octavo.frontend.http.errors import NotFound, short_repr
 from octavo.frontend.http.limits import check_metadata, is_large, off_loop
 from octavo.frontend.http.responses.conversations import append_items, find_conversation, is_conversation, new_conversation, not_found
-from octavo.frontend.http.responses.items import input_items, item_page
+from octavo.frontend.http.responses.items import Item, dereferenced, input_items, item_page
 from octavo.frontend.http.schemas import Schema, body_schema
 
 router = APIRouter(prefix="/v1/conversations")
@@ -33,7 +33,7 @@ async def create(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, ConversationRequest)
     check_metadata(body.metadata)
-    items = [] if body.items is None else await off_loop(is_large(body.items), input_items, body.items, "items")
+    items = [] if body.items is None else await _items(request, body.items)
     conversation = new_conversation(int(time.time()), body.metadata or {}, items, owner_of(request))
     ctx.responses.put(conversation)
     return json_response(conversation.response)
@@ -71,7 +71,7 @@ async def delete(request: Request, conversation_id: str) -> Response:
 async def add_items(request: Request, conversation_id: str) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, ItemsRequest)
-    items = await off_loop(is_large(body.items), input_items, body.items, "items")
+    items = await _items(request, body.items)
     added = append_items(ctx.responses, conversation_id, owner_of(request), items)
     if added is None:
         raise not_found(conversation_id)
@@ -110,6 +110,12 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
             raise _no_item(item_id)
         stored.items[:] = left
     return json_response(stored.response)
+
+
+async def _items(request: Request, given: Any) -> list[Item]:
+    store, owner = context_of(request).responses, owner_of(request)
+    items = await off_loop(is_large(given), input_items, given, "items")
+    return dereferenced(items, lambda item_id: store.output_item(item_id, owner), "items")
 
 
 def _no_item(item_id: str) -> NotFound:

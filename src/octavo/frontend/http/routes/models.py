@@ -41,6 +41,9 @@ def _card(ctx: ServerContext, name: str) -> dict[str, Any]:
         # What Anthropic's clients read
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
+        "max_input_tokens": ctx.llm.ready_report.max_model_len,
+        "max_tokens": ctx.llm.ready_report.max_model_len,
         "created_at": datetime.datetime.fromtimestamp(ctx.started, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 

@@ -20,7 +20,7 @@ from octavo.frontend.http.generation import Generation, Job, answer
 from octavo.frontend.http.limits import check_count, is_large, off_loop
 from octavo.frontend.http.prompts import Truncation
 from octavo.frontend.http.responses.conversations import append_items, conversation_id, find_conversation, is_conversation
-from octavo.frontend.http.responses.items import Item, input_items, item_page, messages, new_id
+from octavo.frontend.http.responses.items import Item, dereferenced, input_items, item_page, messages, new_id
 from octavo.frontend.http.responses.request import OUR_NAME, InputTokensRequest, ResponsesRequest, chat_request, check_request
 from octavo.frontend.http.responses.store import StoredResponse
 from octavo.frontend.http.responses.writer import ResponsePlan, ResponsesWriter
@@ -44,7 +44,7 @@ async def create_response(request: Request) -> Response:
     response_id, owner = new_id("resp"), owner_of(request)
     job_id = request_id(request, "resp", body.request_id) if body.request_id else response_id
     tracker = RequestTracker(job_id, "/v1/responses", client_of(request), ctx.settings)
-    items = await off_loop(is_large(body.input), input_items, body.input)
+    items = await _items(ctx, body, owner)
     conversation = conversation_id(body.conversation)
     try:
         chat = await _chat(ctx, body, items, owner)
@@ -71,6 +71,11 @@ async def create_response(request: Request) -> Response:
         return await answer(request, ctx, job, tracker, writer, stream=bool(body.stream), style=style)
     except InvalidRequest as error:
         raise renamed(error, OUR_NAME) from None
+
+
+async def _items(ctx: ServerContext, body: InputTokensRequest, owner: str) -> list[Item]:
+    items = await off_loop(is_large(body.input), input_items, body.input)
+    return dereferenced(items, lambda item_id: ctx.responses.output_item(item_id, owner))
 
 
 async def _chat(ctx: ServerContext, body: InputTokensRequest, items: list[Item], owner: str) -> ChatRequest:
@@ -142,8 +147,7 @@ async def count_input_tokens(request: Request) -> Response:
     ctx = context_of(request)
     body = await ctx.read(request, InputTokensRequest)
     try:
-        items = await off_loop(is_large(body.input), input_items, body.input)
-        chat = await _chat(ctx, body, items, owner_of(request))
+        chat = await _chat(ctx, body, await _items(ctx, body, owner_of(request)), owner_of(request))
         truncation = Truncation.asked(ctx.llm, chat.truncate_prompt_tokens, None, chat.max_completion_tokens)
         prompt = await render(ctx, client_key(request), chat, truncation)
         prompt = prompt if truncation is None else truncation.of(prompt)
