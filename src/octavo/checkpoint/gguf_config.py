@@ -99,13 +99,34 @@ def _rope_parameters(source: GgufSource) -> dict[str, Any]:
     return rope
 
 
+_TURN_ENDS: Final = frozenset(
+    {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "<|call|>", "<|return|>"}
+)
+"""Special tokens that end a turn, by whatever model; files often name one of them alone."""
+_SPECIAL_TYPES: Final = (3, 4)
+"""llama.cpp's kinds of tokens that have a meaning of their own: control, and those that were added."""
+
+
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """bos, eos and pad ids. An end-of-turn token of its own ends a reply as EOS does."""
+    """bos, eos and pad ids. What ends a turn or waits for a tool ends a reply as EOS does."""
     ids: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         if isinstance(value := metadata.get(f"tokenizer.ggml.{key}_token_id"), int):
             ids[name] = value
-    eot = metadata.get("tokenizer.ggml.eot_token_id")
-    if isinstance(eot, int) and "eos_token_id" in ids and eot != ids["eos_token_id"]:
-        ids["eos_token_id"] = [ids["eos_token_id"], eot]
+    turns = _turn_ends(metadata)
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = [i for i in (*named, *turns.values()) if isinstance(i, int)]
+    if "<|return|>" in turns:  # gpt-oss ends every message with <|end|>, also those before the answer
+        ends = [i for i in ends if i != turns.get("<|end|>")]
+    if ends:
+        ids["eos_token_id"] = ends[0] if len(set(ends)) == 1 else list(dict.fromkeys(ends))
     return ids
+
+
+def _turn_ends(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Token -> id of those that the vocabulary has, as special ones."""
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(types, list) or len(types) != len(tokens):
+        return {}
+    special = ((i, token) for i, token in enumerate(tokens) if types[i] in _SPECIAL_TYPES and isinstance(token, str))
+    return {token: i for i, token in special if token in _TURN_ENDS}

@@ -264,6 +264,26 @@ def test_hf_config_of_scaled_rope() -> None:
     assert gguf_hf_config(metadata(), {"output.weight": GgufTensor("", "F32", (1,), 0, 4)})["tie_word_embeddings"] is False
 
 
+@pytest.mark.parametrize(
+    ("tokens", "types", "named", "ids"),
+    [
+        (["a", "<|eot_id|>", "<|eom_id|>"], [1, 3, 3], {"eos": 1}, [1, 2]),
+        (["a", "</s>", "<end_of_turn>"], [1, 3, 4], {"eos": 1}, [1, 2]),
+        (["a", "</s>", "<|im_end|>"], [1, 3, 1], {"eos": 1}, 1),  # an ordinary word
+        (["a", "<|user|>", "<|observation|>", "</s>"], [1, 3, 3, 3], {"eos": 3, "eot": 1, "eom": 2}, [3, 1, 2]),
+        (["<|return|>", "<|end|>", "<|call|>"], [3, 3, 3], {"eos": 0, "eot": 1}, [0, 2]),  # gpt-oss goes on behind <|end|>
+        (["a", "<|im_end|>"], [1, 3], {}, 1),
+        (["a", "b"], [1, 1], {}, None),
+        (["a", "<|im_end|>"], [1], {"eos": 0}, 0),  # a damaged list of types
+        (["a", ["<|im_end|>"]], [1, 3], {"eos": 0}, 0),
+    ],
+)
+def test_whatever_ends_a_turn_ends_a_reply(tokens: list[Any], types: list[int], named: dict[str, int], ids: Any) -> None:
+    more: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    more |= {f"tokenizer.ggml.{key}_token_id": i for key, i in named.items()}
+    assert gguf_hf_config(metadata() | more).get("eos_token_id") == ids
+
+
 def test_hf_config_refuses_what_it_cannot_translate() -> None:
     with pytest.raises(UnsupportedModel, match=r"'plamo'.*llama.*safetensors"):
         gguf_hf_config(metadata(general__architecture="plamo"))
