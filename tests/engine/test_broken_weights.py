@@ -85,14 +85,9 @@ def test_scales_of_a_gguf_file(kind: str, kernels: str, tmp_path: Path) -> None:
     data[place : place + 2] = np.float16("nan").tobytes()
     packed.write_bytes(data)
     settings = {"device": "cpu", "cpu_kernels": kernels, "num_gpu_blocks_override": 32, "skip_tokenizer_init": True}
-    if kernels == "native":  # scales are looked at on the way into panels
-        with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight holds scales that are NaN or infinite"):
-            LLM(str(packed), **settings)
-        return
-    with LLM(str(packed), **settings) as llm:
-        outputs = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
-    assert outputs[0].outputs[0].finish_reason == "error"
-    assert "in layer 1, behind its attention" in (outputs[0].outputs[0].error or "")
+    # Looked at on the way into panels, or while they are unpacked.
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\.weight holds scales that are NaN or infinite"):
+        LLM(str(packed), **settings)
 
 
 def test_a_refused_model_leaves_no_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
