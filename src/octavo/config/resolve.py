@@ -108,6 +108,8 @@ def resolve(
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
     model = dataclasses.replace(model, pooling=pooling)
     parallel = _parallel(args, model, device, node_token)
+    if parallel.world == 1:
+        model = _dtype_of_kernels(args, model, device, warnings)
     device = _kernels(args, model, device, parallel, warnings)
     scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
     return EngineConfig(
@@ -336,6 +338,23 @@ def _nodes(args: EngineArgs, world: int, token: str) -> NodesConfig:
     return NodesConfig(count, rank, args.master_addr, port, timeout, token)
 
 
+def _dtype_of_kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> ModelConfig:
+    """The model in the dtype that the compiled CPU kernels have, if that is all that keeps it from them."""
+    if not device.native_kernels or model.dtype == "float32" or args.cpu_kernels == "torch" or model.pooling is not None:
+        return model
+    if model.path.endswith(".gguf"):
+        warnings.append(
+            f"--dtype {args.dtype}: the compiled CPU kernels keep a GGUF file's weights packed and compute in float32; the option has no "
+            "effect. (--cpu-kernels torch unpacks them to it, and is several times slower.)"
+        )
+        return dataclasses.replace(model, dtype="float32")
+    warnings.append(
+        f"--dtype {args.dtype}: the compiled CPU kernels, which compute in float32 and keep 16-bit weights as they are, are left out for "
+        "torch's, which are several times slower. Leave the option out."
+    )
+    return model
+
+
 def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: ParallelConfig, warnings: list[str]) -> DeviceInfo:
     """The device with the choice of CPU kernels made."""
     usable = device.kind == "cpu" and model.dtype == "float32" and args.cpu_kernels != "torch" and model.pooling is None
@@ -412,7 +431,8 @@ def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> Ca
         return _DTYPES[asked]
     # Reading the cache bounds decoding on a CPU, and the compiled kernels convert while they read. Who asks for float32 wants its numbers:
     # rounded keys can change which experts a router takes.
-    return "float16" if device.native_kernels and args.dtype == "auto" else model.dtype
+    wants_float32 = args.dtype != "auto" and _DTYPES[args.dtype] == "float32"
+    return "float16" if device.native_kernels and not wants_float32 else model.dtype
 
 
 def _attention(args: EngineArgs, device: DeviceInfo, warnings: list[str]) -> AttentionName:

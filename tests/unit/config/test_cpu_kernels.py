@@ -12,10 +12,10 @@ from octavo.config.types import DeviceInfo, EngineConfig
 from octavo.errors import ConfigError
 
 
-def config(*, built: bool | None, **settings: Any) -> EngineConfig:
+def config(*, built: bool | None, path: str = "/nowhere", **settings: Any) -> EngineConfig:
     return resolve(
         EngineArgs(**settings),
-        path="/nowhere",
+        path=path,
         name="tiny",
         hf_config={"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 512},
         eos_token_ids=(2,),
@@ -37,12 +37,23 @@ def test_who_asks_for_float32_gets_a_float32_cache_too_unless_asked_otherwise(na
     assert config(built=True, dtype=name, kv_cache_dtype="float16").cache.dtype == "float16"
 
 
-@pytest.mark.parametrize("settings", [{"cpu_kernels": "torch"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("settings", [{"cpu_kernels": "torch"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "cpu_kernels": "torch"}])
 def test_torch_when_asked_or_not_float32(settings: dict[str, str]) -> None:
     chosen = config(built=True, **settings)
     assert chosen.device.native_kernels is False
     assert chosen.cache.dtype == chosen.model.dtype
-    assert not chosen.warnings
+    assert len(chosen.warnings) == ("cpu_kernels" not in settings)
+    assert not chosen.warnings or "--dtype bfloat16" in chosen.warnings[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "half"])
+def test_a_packed_file_stays_with_the_compiled_kernels_whatever_dtype_is_asked_for(dtype: str) -> None:
+    chosen = config(built=True, path="/nowhere/m.gguf", dtype=dtype)
+    assert (chosen.device.native_kernels, chosen.model.dtype, chosen.cache.dtype) == (True, "float32", "float16")
+    assert f"--dtype {dtype}" in chosen.warnings[0]
+    unpacked = config(built=True, path="/nowhere/m.gguf", dtype=dtype, cpu_kernels="torch")
+    assert (unpacked.device.native_kernels, unpacked.model.dtype) == (False, "bfloat16" if dtype == "bfloat16" else "float16")
+    assert not unpacked.warnings
 
 
 def test_missing_kernels_are_said_once() -> None:
