@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from octavo.config.scratch import remove_scratch, scratch_folder
 from octavo.protocol.boot import GREETING, start_process
 
 Sent = TypeVar("Sent")
@@ -91,7 +91,7 @@ class ChildProcess(Generic[Sent, Received]):
 
     def unlink_sockets(self) -> None:
         """Once both ends are connected nobody needs the files: however this process ends, it leaves none behind."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_scratch(self._folder)
 
     def exit_code(self) -> int | None:
         """None while it runs; negative: ended by that signal."""
@@ -133,11 +133,11 @@ class ChildProcess(Generic[Sent, Received]):
         self._context.term()
 
 
-def _private_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="octavo-")  # mode 0700: nobody else can connect
-    if len(folder) > MAX_IPC_PATH - len("/out"):
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="octavo-", dir="/tmp")
+def _private_folder() -> Path:
+    folder = scratch_folder()
+    if len(str(folder)) > MAX_IPC_PATH - len("/out"):
+        remove_scratch(folder)
+        folder = scratch_folder("/tmp")
     return folder
 
 
@@ -149,9 +149,9 @@ def _kill(popen: subprocess.Popen[bytes]) -> None:
     popen.wait()
 
 
-def _release(popen: subprocess.Popen[bytes], folder: str) -> None:
+def _release(popen: subprocess.Popen[bytes], folder: Path) -> None:
     _kill(popen)
     if popen.stdin is not None:
         with contextlib.suppress(OSError):
             popen.stdin.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_scratch(folder)

@@ -8,14 +8,13 @@ import dataclasses
 import logging
 import os
 import pickle
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.args import EngineArgs
+from octavo.config.scratch import remove_scratch, scratch_folder
 from octavo.frontend.client import Progress
 from octavo.frontend.http.api_servers.hub import ApiServerHub
 from octavo.frontend.http.api_servers.load_board import LoadBoard
@@ -131,8 +130,8 @@ def main_process(
     """
     launch = prepare_launch(args, progress)
     with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = scratch_folder()
+        stack.callback(remove_scratch, folder)
         if settings.state_dir is None:
             settings = dataclasses.replace(settings, state_dir=str(folder / "state"))
             (folder / "state").mkdir(mode=0o700)

@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
+from octavo.config.scratch import remove_scratch, scratch_folder
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.frontend.http.batches.records import Record
 from octavo.frontend.http.errors import Conflict
@@ -95,7 +95,7 @@ class BatchStore:
 
     def __init__(self, folder: Path | None, *, max_bytes: int, clock: Callable[[], float] = time.time, sweep: bool = True) -> None:
         self._temporary = folder is None
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-")) if folder is None else folder
+        self._folder = scratch_folder() if folder is None else folder
         self.max_bytes = max_bytes
         self.clock = clock
         self._contents = self._folder / "files"
@@ -118,7 +118,7 @@ class BatchStore:
     def close(self) -> None:
         self._db.close()
         if self._temporary:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_scratch(self._folder)
 
     # Files
 
