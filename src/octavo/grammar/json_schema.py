@@ -18,6 +18,11 @@ Path = tuple[str | int, ...]
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
 """Formats that can be enforced. Any other is an annotation, as JSON Schema has it, and is left out."""
 
+NOTES = frozenset(
+    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
+)
+"""Keywords that say nothing of a value."""
+
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

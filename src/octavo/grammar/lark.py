@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,12 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
         parts.append(f"<[{(special or {})[name]}]>")
         rest = rest[at + len(name) :]
     return " ".join(parts)
+
+
+def pattern_literal(pattern: str) -> str:
+    """A regular expression as part of a terminal: between slashes, so that those in it are escaped unless they are already, and on one line."""
+    parts = re.findall(r"\\.|.", pattern, re.DOTALL)
+    return "/" + "".join({"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(part, part) for part in parts) + "/"
 
 
 def choices(texts: Sequence[str]) -> str:

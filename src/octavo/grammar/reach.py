@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.grammar.compiler import fresh_matcher
 from octavo.grammar.effort import FULL, Effort
+from octavo.grammar.lark import pattern_literal
 from octavo.grammar.library import llguidance
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
@@ -88,8 +89,7 @@ def _unknown_token(error: str, vocabulary_size: int) -> str:
 
 def other_than_blanks(pattern: str) -> str:
     """The grammar of what a regular expression matches besides JSON's blanks."""
-    escaped = pattern.replace("/", r"\/")
-    text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: /{escaped}/ & ~/[ \\t\\n\\r]*/")
+    text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: {pattern_literal(pattern)} & ~/[ \\t\\n\\r]*/")
     return text
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from octavo.errors import InvalidRequest
 from octavo.grammar.depth import depth_problem, too_deep
 from octavo.grammar.effort import FULL, MAX_GRAMMAR_SIZE, Effort, NeedsMore, cheap_rules
+from octavo.grammar.gbnf import in_lark, is_gbnf
 from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance, one_line
@@ -26,8 +27,6 @@ MAX_GRAMMAR_CHARS = 1 << 20
 TOO_LARGE = f"it is too large: more than {MAX_GRAMMAR_SIZE} symbols as a grammar, about 8 for each property. Use a smaller one."
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_CHARS = 256
-MAX_GBNF_RULES = 1000
-"""Converting them takes a time that grows with their square: a second for so many."""
 
 
 def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs", effort: Effort = FULL) -> str:
@@ -183,23 +182,10 @@ def _choice_source(choice: Any, param: str, effort: Effort) -> str:
 def _grammar(text: str, param: str, effort: Effort) -> str:
     """Lark, or GBNF/EBNF with `::=`."""
     library, what, given = llguidance(), f"{param}.grammar", text
-    if "::=" in text:
+    if is_gbnf(text):
         if effort.quick:
             raise NeedsMore
-        if text.count("::=") > MAX_GBNF_RULES:
-            raise InvalidRequest(
-                f"{param}.grammar has more than {MAX_GBNF_RULES} rules in GBNF. Use fewer, or write it in Lark.", param=param
-            )
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            text = any_to_lark(text)
-        except RecursionError:
-            raise InvalidRequest(
-                f"{param}.grammar cannot be read: its brackets are nested too deep; 200 levels are fine.", param=param
-            ) from None
-        except Exception as e:  # the converter has errors of many classes
-            raise InvalidRequest(f"{param}.grammar cannot be read: {one_line(str(e))}", param=param) from None
+        text = in_lark(text, what, param)
     parts = parts_of(text)
     if effort.quick and not cheap_rules(parts.rest, [schema for _, schema in parts.schemas]):
         raise NeedsMore
