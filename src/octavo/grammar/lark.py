@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octavo.grammar.unkept import string_options
+
 WHITESPACE = r"[ \n\r\t]{0,40}"
 """Between the tokens of a JSON text. Bounded: small models write blanks until the end of their context when nothing stops them."""
 
@@ -31,7 +33,7 @@ def inline_json(schema: Any, options: Mapping[str, Any]) -> str:
     """A JSON schema as a part of a rule."""
     if schema is True:
         schema = {}
-    return f"%json {json.dumps({**schema, 'x-guidance': dict(options)} if isinstance(schema, dict) else schema)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': {**options, **string_options(schema)}} if isinstance(schema, dict) else schema)}"
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:

@@ -15,13 +15,12 @@ import numpy as np
 from octavo.grammar.compiler import fresh_matcher
 from octavo.grammar.effort import FULL, Effort
 from octavo.grammar.lark import pattern_literal
-from octavo.grammar.library import llguidance
+from octavo.grammar.library import TOO_COMPLEX, llguidance
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_STEPS = 64
 """Places that are looked at; a mask each."""
-TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."
 MAX_CHOICES = 24
 """With more tokens to choose from, one of them is taken to lead on."""
 

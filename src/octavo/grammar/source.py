@@ -14,13 +14,15 @@ from octavo.errors import InvalidRequest
 from octavo.grammar.depth import depth_problem, too_deep
 from octavo.grammar.effort import FULL, MAX_GRAMMAR_SIZE, Effort, NeedsMore, cheap_rules
 from octavo.grammar.gbnf import in_lark, is_gbnf
-from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared
+from octavo.grammar.json_schema import endless, failing_path, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance, one_line
-from octavo.grammar.rules import in_gbnf, never_ends, parts_of
+from octavo.grammar.pointers import Path, pointer
+from octavo.grammar.rules import in_gbnf, never_ends, parts_of, with_string_options
 from octavo.grammar.size import too_large
 from octavo.grammar.stack import on_deep_stack
 from octavo.grammar.structural_tag import structural_tag_grammar
+from octavo.grammar.unkept import pattern_problem, string_options, unkept
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
@@ -45,6 +47,8 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
             f"{param}.whitespace_pattern has {len(wish.whitespace_pattern or '')} characters; {MAX_WHITESPACE_CHARS} are allowed.",
             param=param,
         )
+    if problem := pattern_problem(wish.whitespace_pattern or ""):
+        raise InvalidRequest(f"{param}.whitespace_pattern cannot be used: {problem}.", param=param)
     options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern)
     if wish.json is not None:
         return json_source(parsed_schema(wish.json, param), options, param, closed=wish.disable_additional_properties, effort=effort)
@@ -53,7 +57,10 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
             raise InvalidRequest(f"{param}.json_object must be true (or left out).", param=param)
         return json_source({"type": "object"}, options, param, effort=effort)
     if wish.regex is not None:
-        source = llguidance().LLMatcher.grammar_from_regex(_text(wish.regex, "regex", param))
+        pattern = _text(wish.regex, "regex", param)
+        if problem := pattern_problem(pattern):
+            raise InvalidRequest(f"{param}.regex cannot be used: {problem}.", param=param)
+        source = llguidance().LLMatcher.grammar_from_regex(pattern)
         return _checked_source(source, f"{param}.regex", param, effort)
     if wish.choice is not None:
         return _choice_source(wish.choice, param, effort)
@@ -64,8 +71,8 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
     text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
     what = f"{param}.structural_tag"
     for place, schema in schemas:
-        if (large := too_large(schema)) is not None:
-            raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
+        if (bad := too_large(schema) or unkept(schema)) is not None:
+            raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(bad[0])}: {bad[1]}", param=param)
     try:
         return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param, effort)
     except InvalidRequest:
@@ -117,9 +124,8 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     schema = {} if schema is True else schema
 
     def source(part: Any) -> str:
-        text: str = matcher.grammar_from_json_schema(
-            json.dumps(prepared(part, closed=closed, lenient=bool(options.get("lenient")))), overrides=options
-        )
+        copied = prepared(part, closed=closed, lenient=bool(options.get("lenient")))
+        text: str = matcher.grammar_from_json_schema(json.dumps(copied), overrides={**options, **string_options(copied)})
         return text
 
     def problem_of(part: Any) -> str:
@@ -138,6 +144,9 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
         raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
     if (deep := too_deep(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
+    copied = prepared(schema, closed=closed, lenient=bool(options.get("lenient")))
+    if (lost := unkept(copied)) is not None:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(lost[0])}: {lost[1]}", param=param)
     check_ends(schema, param)
     if problem := _problem(text, effort):
         path: Path = ()
@@ -192,7 +201,10 @@ def _grammar(text: str, param: str, effort: Effort) -> str:
     if rule := never_ends(parts.rest):
         rule = "root" if text is not given else rule
         raise InvalidRequest(f"{what} cannot be used: no text can match it, since the rule {rule!r} needs itself without end.", param=param)
-    source: str = library.LLMatcher.grammar_from_lark(text)
+    for line, schema in parts.schemas:
+        if (lost := unkept(schema)) is not None:
+            raise InvalidRequest(f"{what} cannot be used: the JSON schema in line {line}, at {pointer(lost[0])}: {lost[1]}", param=param)
+    source: str = library.LLMatcher.grammar_from_lark(with_string_options(text))
     if problem := _problem(source, effort):
         # Other errors name a line; one in a schema is a long way from the beginning of its line.
         _blame([(f"line {line}", schema) for line, schema in parts.schemas], {}, what, param)

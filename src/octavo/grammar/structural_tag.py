@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from octavo.errors import InvalidRequest
 from octavo.grammar.gbnf import in_lark, is_gbnf
-from octavo.grammar.json_schema import pointer, prepared
+from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import ANY_TEXT, inline_json, literal, pattern_literal
-from octavo.grammar.patterns import pattern_problem
+from octavo.grammar.pointers import pointer
+from octavo.grammar.unkept import pattern_problem
 from octavo.grammar.xml_parameters import BLANKS, VALUE_END, NotInXml, parameters_of
 
 MAX_DEPTH = 32

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.grammar.json_schema import FORMATS, NOTES, Path, followed
+from octavo.grammar.json_schema import FORMATS, NOTES
+from octavo.grammar.pointers import Path, followed
 
 VALUE_END = "</parameter>"
 BLANKS = r"/[ \t\n]{0,20}/"
@@ -98,7 +99,7 @@ def _parameter(schema: dict[str, Any], name: str, part: Any, required: bool) -> 
             path,
             "of a text in XML only the type, or its values (enum, const), can be enforced; of any other value the type must say that it is none",
         )
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return Parameter(name, required, schema={**definitions, **part})
 
 

@@ -11,12 +11,11 @@ import pytest
 from octavo.errors import InvalidRequest
 from octavo.grammar.divisors import too_many_states
 from octavo.grammar.effort import cheap
-from octavo.grammar.json_schema import malformed, pointer, prepared
-from octavo.grammar.library import llguidance
+from octavo.grammar.json_schema import malformed, prepared
+from octavo.grammar.pointers import pointer
 from octavo.grammar.source import check_lenient, grammar_source
 from octavo.protocol.params import StructuredOutputsParams
-
-BYTES: Any = llguidance().LLTokenizer("byte")
+from tests.support.grammars import matches
 
 
 def refusal(**wish: Any) -> str:
@@ -272,14 +271,6 @@ def test_keys_of_structural_tags_that_clients_send_unset_are_fine() -> None:
     assert grammar_source(
         StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
     )
-
-
-def matches(source: str, text: str) -> bool:
-    """`text` is a whole text of a grammar."""
-    matcher = llguidance().LLMatcher(BYTES, source)
-    assert not matcher.is_error(), matcher.get_error()
-    tokens = BYTES.tokenize_str(text)
-    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
 def tagged(**form: Any) -> str:
