@@ -101,7 +101,7 @@ class Checker:
             if not isinstance(part, dict):
                 return ""
             try:
-                return self._emptiness(json_source(part, json_options(compact=True), "structured_outputs"), FULL)
+                return self._emptiness(json_source(part, json_options(compact=True, lenient=wish.best_effort), "structured_outputs"), FULL)
             except InvalidRequest:  # it cannot stand alone
                 return ""
 

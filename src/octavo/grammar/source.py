@@ -49,7 +49,7 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
         )
     if problem := pattern_problem(wish.whitespace_pattern or ""):
         raise InvalidRequest(f"{param}.whitespace_pattern cannot be used: {problem}.", param=param)
-    options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern)
+    options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern, lenient=wish.best_effort)
     if wish.json is not None:
         return json_source(parsed_schema(wish.json, param), options, param, closed=wish.disable_additional_properties, effort=effort)
     if wish.json_object is not None:
