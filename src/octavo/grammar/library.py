@@ -28,6 +28,7 @@ def llguidance() -> Any:
 TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."
 _OTHER_WORDS = (
     ("too many expressions constructed", TOO_COMPLEX),
+    ("Unable to determine if regex is empty", TOO_COMPLEX),
     (
         "oneOf constraints are not supported",
         "the parts of this oneOf may overlap, and exactly one of them cannot be enforced. Parts are known to exclude one another by their "

@@ -11,6 +11,7 @@ from octavo.errors import InvalidRequest
 from octavo.grammar.check import check_parameters
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import json_options
+from octavo.grammar.library import TOO_COMPLEX, one_line
 from octavo.grammar.source import grammar_source, json_source
 from octavo.protocol.params import StructuredOutputsParams
 from tests.support.grammars import matches
@@ -130,6 +131,16 @@ def test_an_expression_that_ends_in_a_backslash_is_refused(pattern: str) -> None
     assert "at $: the regular expression ends" in refusal(json={"patternProperties": {pattern: INTEGER}})
     assert "whitespace_pattern cannot be used: the regular" in refusal(json={"type": "object"}, whitespace_pattern=pattern)
     grammar_source(StructuredOutputsParams(regex=pattern + "\\"))
+
+
+def test_what_the_engine_says_of_its_inside_is_said_in_our_words() -> None:
+    for theirs in (
+        "lexer error: too many expressions constructed <non-verbose/>",
+        "Unable to determine if regex is empty: (And (Regex /a/))",
+    ):
+        assert one_line(theirs) == TOO_COMPLEX
+    assert one_line("rule\n  not found <non-verbose/>") == "rule not found"
+    assert "too complex" in refusal(json={"type": "string", "minLength": 100_000, "pattern": "(a|b|ab){1000}"})
 
 
 def test_counts_are_left_out_only_where_they_cannot_be_kept() -> None:
