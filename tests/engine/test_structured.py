@@ -83,7 +83,7 @@ def test_the_grammar_ends_the_output_whatever_else_is_wished(llm: LLM) -> None:
     for more in ({"ignore_eos": True}, {"min_tokens": 15}):
         params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes"]), **more)
         output = llm.generate("x", params)[0].outputs[0]
-        assert (output.error, output.finish_reason) == (None, "stop")
+        assert (output.error, output.finish_reason, output.stop_reason) == (None, "stop", None)
         assert output.text.startswith("yes")
         assert len(output.token_ids) <= 5
 
@@ -252,6 +252,29 @@ def test_words_are_left_out_of_what_a_grammar_allows(
     params = SamplingParams(max_tokens=9, bad_words=bad, structured_outputs=StructuredOutputsParams(choice=choices))
     output = llm.generate("x", params)[0].outputs[0]
     assert (output.text or None, output.error is None) == (text, text is not None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_end_of_a_grammar_needs_no_place_in_a_list(tmp_path: Path, temperature: float) -> None:
+    """A real sampler, which applies lists of its own."""
+    choice = StructuredOutputsParams(choice=["yes", "no"])
+    with LLM(str(write_tiny_checkpoint(tmp_path / "model")), load_format="dummy", device="cpu", dtype="float32") as llm:
+
+        def answer(allowed: str, wish: StructuredOutputsParams = choice, **more: Any) -> Any:
+            params = SamplingParams(
+                max_tokens=8, temperature=temperature, seed=1, allowed_token_ids=token_ids(allowed), structured_outputs=wish, **more
+            )
+            return llm.generate(["x"], [params])[0].outputs[0]
+
+        for more in ({}, {"ignore_eos": True}, {"logprobs": 2}, {"bad_words": ["yes"]}, {"min_tokens": 7}):
+            output = answer("yesno", **more)
+            assert (output.error, output.finish_reason, output.stop_reason) == (None, "stop", None)
+            assert output.text in (("no",) if "bad_words" in more else ("yes", "no"))
+        assert answer("no").text == "no"
+        # Where the grammar goes on, the list decides what comes next.
+        free = answer("ab", StructuredOutputsParams(regex="[a-z]*"))
+        assert (free.finish_reason, set(free.text) <= set("ab"), len(free.text)) == ("length", True, 8)
+        assert answer("ab", StructuredOutputsParams(regex="[ab]c?")).text in ("a", "b")
 
 
 def test_lists_that_leave_nothing_without_a_grammar(tmp_path: Path) -> None:

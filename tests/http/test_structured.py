@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.grammars import matches
 from tests.support.http_server import RunningServer
 from tests.support.server_process import scripted_engine, server_process
 
@@ -63,10 +64,20 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "response_format", "at $"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"items": {"not": {}}}}}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"strict": True, "schema": {"properties": {"a": {"items": {"not": {}}}}}},
+                }
+            },
             "response_format",
             "$.properties.a.items",
         ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"strict": "no", "schema": {}}}}, "response_format", "strict must be"),
+        ({"structured_outputs": {"json": {}, "best_effort": 1}}, "structured_outputs", "best_effort must be"),
+        ({"structured_outputs": {"regex": "abc\\"}}, "structured_outputs", "ends in a backslash"),
+        ({"structured_outputs": {"json": {"type": "string", "pattern": "^\\"}}}, "structured_outputs", "at $: the regular expression ends"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "any_text", "foo": 1}}}}, "structured_outputs", "at format.foo"),
         (
             {"structured_outputs": {"json": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "(?=x)"}]}}},
             "structured_outputs",
@@ -134,6 +145,46 @@ def test_what_cannot_be_done_is_refused_with_its_place(
     assert part in error["message"]
     assert len(error["message"]) < 1000
     assert server.post(path, {**body, **good}).status_code == 200
+
+
+SET = {
+    "type": "object",
+    "properties": {"tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+    "required": ["tags"],
+    "minProperties": 9,
+}
+
+
+def test_a_schema_that_is_not_strict_is_kept_as_far_as_can_be(server: RunningServer) -> None:
+    """As OpenAI has it: only `strict: true` promises the whole schema. Clients send such a one for a set of integers."""
+
+    def asked(path: str, body: dict[str, Any]) -> str:
+        reply = server.post(path, body)
+        assert reply.status_code == 200, reply.text
+        return str(server.fake.seen[-1].sampling.constraint.grammar)
+
+    def format_of(**more: Any) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SET, **more}}}
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for strict in ({}, {"strict": False}, {"strict": None}):
+        grammar = asked(CHAT, {**HI, **format_of(**strict)})
+        assert matches(grammar, '{"tags":[1,1]}')
+        assert not matches(grammar, '{"tags":["x"]}')
+        assert not matches(grammar, "{}")
+        assert server.post(CHAT, {**HI, **format_of(**strict), "tools": [tool]}).status_code == 200
+    assert matches(
+        asked("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": SET}}}), '{"tags":[1]}'
+    )
+    assert matches(asked(CHAT, {**HI, "structured_outputs": {"json": SET, "best_effort": True}}), '{"tags":[1,1]}')
+    for body in (
+        format_of(strict=True),
+        {**format_of(strict=True), "tools": [tool]},
+        {"structured_outputs": {"json": SET}},
+        {"guided_json": SET},
+    ):
+        reply = server.post(CHAT, {**HI, **body})
+        assert (reply.status_code, "at $" in reply.text) == (400, True)
 
 
 def test_a_server_without_the_engine_says_what_to_install(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,8 @@ class Constraint:
             self.narrowed = False
             return
         begun = time.perf_counter()
-        self.restriction.narrow(words)
+        answers = self.matcher is not None and self._reasoning.phase is not Phase.REASONING
+        self.restriction.narrow(words, self._eos if answers else frozenset())
         if self.matcher is not None and self.follows_grammar:
             drop_dead_ends(words, self.matcher, self.restriction, self._eos)
             self._debt += time.perf_counter() - begun

@@ -109,8 +109,9 @@ class Request:
         return outputs_before >= self.sampling.min_tokens and token in self.stop_token_ids
 
     def stop_reason(self, token: int) -> int | None:
-        """What to report for a stopping token: None for EOS, else the id."""
-        return None if token in self.eos_token_ids else token
+        """What to report for a stopping token: its id if it is one of the request's own, None for EOS and for what ends a grammar (which is EOS
+        too, though `ignore_eos` may have it mean nothing elsewhere)."""
+        return token if token in (self.sampling.stop_token_ids or ()) and token not in self.eos_token_ids else None
 
     def times(self) -> RequestTimes:
         return RequestTimes(self.arrival, self.scheduled_time, self.first_token_time, self.last_token_time, self.preemptions)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.core.reasoning import forbid
+from octavo.core.reasoning import allow, forbid
 from octavo.grammar.compiler import Matcher
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32
@@ -139,10 +139,18 @@ class Restriction:
             if self._longest > 1:
                 self._tail = [*self._tail, token][1 - self._longest :]
 
-    def narrow(self, words: Int32) -> None:
-        """Take what is forbidden next out of a mask [num_words]."""
+    def narrow(self, words: Int32, ends: frozenset[int] = frozenset()) -> None:
+        """Take what is forbidden next out of a mask [num_words].
+
+        Args:
+            ends: tokens that end the sequence where its grammar is complete. Of those in the mask one may come if `allowed_token_ids` would
+                leave nothing: the end of the grammar ends the reply.
+        """
         if self._allowed is not None:
+            complete = [token for token in ends if token >> 5 < len(words) and int(words[token >> 5]) >> (token & 31) & 1]
             words &= self._allowed
+            if complete and not words.any():
+                allow(words, complete)
         if self._bad is not None:
             forbid(words, _ending(self._bad.sequences, self._tail))
             for ids in self._bad.completing(self._begun):
@@ -190,7 +198,7 @@ def _leads_on(matcher: Matcher, restriction: Restriction, token: int, num_words:
         left -= 1
         if after.problem():
             continue
-        then.narrow(words)
+        then.narrow(words, ends)
         allowed = _bits(words)
         if len(allowed) > MAX_CHOICES or not ends.isdisjoint(allowed):
             return left, True

@@ -15,8 +15,9 @@ import msgspec
 from octavo.errors import InvalidRequest
 from octavo.grammar.compiler import engine_tokenizer
 from octavo.grammar.effort import FULL, Effort, NeedsMore, cheap_schema
-from octavo.grammar.json_schema import Path, failing_path, pointer
+from octavo.grammar.json_schema import failing_path
 from octavo.grammar.lark import in_any_tokens, json_options
+from octavo.grammar.pointers import Path, pointer
 from octavo.grammar.reach import emptiness, first_tokens, other_than_blanks
 from octavo.grammar.source import grammar_source, json_source, parsed_schema
 from octavo.protocol.engine import Vocabulary
@@ -100,7 +101,7 @@ class Checker:
             if not isinstance(part, dict):
                 return ""
             try:
-                return self._emptiness(json_source(part, json_options(compact=True), "structured_outputs"), FULL)
+                return self._emptiness(json_source(part, json_options(compact=True, lenient=wish.best_effort), "structured_outputs"), FULL)
             except InvalidRequest:  # it cannot stand alone
                 return ""
 

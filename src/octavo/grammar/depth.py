@@ -12,7 +12,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.grammar.json_schema import Path, followed, pointer, subschemas
+from octavo.grammar.json_schema import subschemas
+from octavo.grammar.pointers import Path, followed, pointer
 from octavo.grammar.rules import parts_of
 from octavo.grammar.size import too_large
 

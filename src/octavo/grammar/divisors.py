@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import Any
 
-from octavo.grammar.json_schema import Path, followed
+from octavo.grammar.pointers import Path, followed
 
 MAX_STATES = 250_000
 """Of one value: up to two seconds of work, and 300 MB."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.grammar.divisors import Divisor, divisor_of, states
-from octavo.grammar.json_schema import subschemas
+from octavo.grammar.json_schema import NOTES, subschemas
 from octavo.grammar.library import llguidance
 from octavo.protocol.params import StructuredOutputsParams
 
@@ -64,9 +64,6 @@ CHEAP_STATES = 1000
 """Of all divisors together."""
 CHEAP_RULES = 8192
 """Characters of a grammar besides the schemas in it."""
-_NOTES = frozenset(
-    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
-)
 _COUNTS = frozenset(("minLength", "maxLength", "minItems", "maxItems"))
 _NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _PLAIN = frozenset(
@@ -85,7 +82,7 @@ _PLAIN = frozenset(
         "nullable",
     )
 )
-_CHEAP = _NOTES | _COUNTS | _NUMBERS | _PLAIN | {"$ref", "$defs", "definitions", "x-guidance", "multipleOf"}
+_CHEAP = NOTES | _COUNTS | _NUMBERS | _PLAIN | {"$ref", "$defs", "definitions", "x-guidance", "multipleOf"}
 """Keywords that cost little."""
 _COUNTED = re.compile(r"\{\d*,?\d{2,}")
 _OPERATORS = re.compile(r"[&~]|%regex|%lark|\{\d*,?\d{3}")

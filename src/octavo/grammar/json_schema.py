@@ -11,17 +11,24 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import unquote
 
-Path = tuple[str | int, ...]
+from octavo.grammar.overlap import Overlap
+from octavo.grammar.pointers import Path, followed, index_of
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"))
 """Formats that can be enforced. Any other is an annotation, as JSON Schema has it, and is left out."""
 
+NOTES = frozenset(
+    ("$schema", "$id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
+)
+"""Keywords that say nothing of a value."""
+
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+"""Lists of schemas that speak of the same value as the schema they are in."""
+_LISTS = (*ALTERNATIVES, "prefixItems")
 _SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties")
 
 
@@ -47,32 +54,65 @@ def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any
 
     Args:
         closed: objects allow no properties but those they name, unless they say otherwise.
-        lenient: patterns that look around or back, which no grammar can hold a text to, are left out.
+        lenient: what no grammar can hold a text to is left out, where the engine would not do so: patterns that look around or back, and
+            numbers of properties that it cannot count.
     """
-    if isinstance(schema, list):
-        return [prepared(s, closed=closed, lenient=lenient) for s in schema]
-    if not isinstance(schema, dict):
-        return copy.deepcopy(schema)
-    result: dict[str, Any] = {}
-    idle = _idle(schema)
-    for key, value in schema.items():
-        if key in idle:
-            continue
-        if key in _MAPS and isinstance(value, dict):
-            result[key] = {name: prepared(inner, closed=closed, lenient=lenient) for name, inner in value.items()}
-        elif key in _LISTS or key in _SINGLE:
-            result[key] = prepared(value, closed=closed, lenient=lenient)
-        elif (key == "format" and not (isinstance(value, str) and value in FORMATS)) or (
-            key == "pattern" and lenient and isinstance(value, str) and _LOOKS_AROUND.search(value)
-        ):
-            continue
-        elif key in _COUNTS and isinstance(value, float) and value.is_integer():
-            result[key] = int(value)  # 2.0, which the engine does not take for a whole number
-        else:
-            result[key] = value
-    if closed and "properties" in result:
-        result.setdefault("additionalProperties", False)
-    return result
+    return _Copy(schema, closed, lenient).of(schema)
+
+
+class _Copy:
+    def __init__(self, root: Any, closed: bool, lenient: bool) -> None:
+        self._closed = closed
+        self._lenient = lenient
+        self._overlap = Overlap(root)
+
+    def of(self, schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [self.of(s) for s in schema]
+        if not isinstance(schema, dict):
+            return copy.deepcopy(schema)
+        result: dict[str, Any] = {}
+        idle = _idle(schema) | (_uncounted(schema, closed=self._closed) if self._lenient else set())
+        for key, value in schema.items():
+            if key in idle:
+                continue
+            if key in _MAPS and isinstance(value, dict):
+                result[key] = {name: self.of(inner) for name, inner in value.items()}
+            elif key in _LISTS or key in _SINGLE:
+                result[key] = self.of(value)
+            elif (key == "format" and not (isinstance(value, str) and value in FORMATS)) or (
+                key == "pattern" and self._lenient and isinstance(value, str) and _LOOKS_AROUND.search(value)
+            ):
+                continue
+            elif key in _COUNTS and isinstance(value, float) and value.is_integer():
+                result[key] = int(value)  # 2.0, which the engine does not take for a whole number
+            else:
+                result[key] = value
+        if isinstance(parts := schema.get("oneOf"), list) and "$ref" not in schema and self._overlap.none(parts):
+            # At most one can match, which the engine finds out in fewer cases: so any one that does is the one.
+            choices = result.pop("oneOf")
+            if "anyOf" not in result:
+                result["anyOf"] = choices
+            elif isinstance(result.setdefault("allOf", []), list):
+                result["allOf"].append({"anyOf": choices})
+        if self._closed and "properties" in result:
+            result.setdefault("additionalProperties", False)
+        return result
+
+
+def _uncounted(schema: dict[str, Any], *, closed: bool) -> set[str]:
+    """Numbers of properties that cannot be kept: where some may be left out, or free names be written twice."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return set()
+    alone = "$ref" not in schema  # beside which some drafts heed nothing
+    names = {name for name in required if isinstance(name, str) and alone}
+    if not properties.keys() <= names and alone:
+        return {"minProperties", "maxProperties"}
+    open_end = schema.get("additionalProperties", not (closed and "properties" in schema)) is not False
+    free = open_end or schema.get("patternProperties") or not alone
+    least = schema.get("minProperties", 0)
+    return {"minProperties"} if free and isinstance(least, int | float) and least > len(names) + 1 else set()
 
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -156,16 +196,11 @@ def endless(schema: Any) -> Path | None:
     return search(schema, (), 0)
 
 
-def _index(part: str) -> int:
-    """The place in a list that a step of a JSON pointer names; beyond the end of any list if it is none."""
-    return int(part) if part.isdecimal() and len(part) < _INDEX_DIGITS else 10**_INDEX_DIGITS
-
-
 def _target(schema: Any, reference: str) -> Any:
     """What a $ref into the same schema points at; True (anything) if that is not there."""
     node = schema
     for part in (step.replace("~1", "/").replace("~0", "~") for step in reference.removeprefix("#").split("/")[1:]):
-        if isinstance(node, list) and (at := _index(part)) < len(node):
+        if isinstance(node, list) and (at := index_of(part)) < len(node):
             node = node[at]
         elif isinstance(node, dict) and part in node:
             node = node[part]
@@ -174,7 +209,6 @@ def _target(schema: Any, reference: str) -> Any:
     return node
 
 
-_INDEX_DIGITS = 12
 SEARCH_SECONDS = 1.0
 """How long the place of a problem is looked for: then the place found so far has to do."""
 
@@ -232,22 +266,5 @@ def lost_reference(schema: Any) -> Path | None:
     return None
 
 
-def followed(path: Path, node: Any, fragment: str) -> tuple[Path, Any] | None:
-    """What a JSON pointer ("/$defs/a") leads to from the part at `path`; None if it is not there."""
-    for part in (unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:]):
-        if isinstance(node, list) and (at := _index(part)) < len(node):
-            path, node = (*path, at), node[at]
-        elif isinstance(node, dict) and part in node:
-            path, node = (*path, part), node[part]
-        else:
-            return None
-    return path, node
-
-
 def _misses_reference(problem: str) -> bool:
     return problem.startswith(("Pointer ", "Resource "))
-
-
-def pointer(path: Path) -> str:
-    """A path as people write it: $.properties.age.items[0]."""
-    return "$" + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from octavo.grammar.unkept import string_options
 
 WHITESPACE = r"[ \n\r\t]{0,40}"
 """Between the tokens of a JSON text. Bounded: small models write blanks until the end of their context when nothing stops them."""
@@ -30,7 +33,7 @@ def inline_json(schema: Any, options: Mapping[str, Any]) -> str:
     """A JSON schema as a part of a rule."""
     if schema is True:
         schema = {}
-    return f"%json {json.dumps({**schema, 'x-guidance': dict(options)} if isinstance(schema, dict) else schema)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': {**options, **string_options(schema)}} if isinstance(schema, dict) else schema)}"
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
@@ -52,6 +55,12 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
         parts.append(f"<[{(special or {})[name]}]>")
         rest = rest[at + len(name) :]
     return " ".join(parts)
+
+
+def pattern_literal(pattern: str) -> str:
+    """A regular expression as part of a terminal: between slashes, so that those in it are escaped unless they are already, and on one line."""
+    parts = re.findall(r"\\.|.", pattern, re.DOTALL)
+    return "/" + "".join({"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(part, part) for part in parts) + "/"
 
 
 def choices(texts: Sequence[str]) -> str:

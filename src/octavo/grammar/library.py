@@ -25,6 +25,22 @@ def llguidance() -> Any:
         ) from None
 
 
+TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."
+_OTHER_WORDS = (
+    ("too many expressions constructed", TOO_COMPLEX),
+    ("Unable to determine if regex is empty", TOO_COMPLEX),
+    (
+        "oneOf constraints are not supported",
+        "the parts of this oneOf may overlap, and exactly one of them cannot be enforced. Parts are known to exclude one another by their "
+        "types, const or enum values, ranges and lengths, and by a required property of which these differ. Or use anyOf.",
+    ),
+)
+"""What the engine says about its inside, or about options that no request has."""
+
+
 def one_line(message: str) -> str:
-    """The engine draws its errors over several lines, and appends its state."""
-    return " ".join(message.partition("<state>")[0].split())[:400]
+    """What the engine says, for users. It draws its errors over several lines, and appends its state."""
+    for theirs, ours in _OTHER_WORDS:
+        if theirs in message:
+            return ours
+    return " ".join(message.partition("<state>")[0].replace("<non-verbose/>", "").split())[:400]

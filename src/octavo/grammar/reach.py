@@ -14,13 +14,13 @@ import numpy as np
 
 from octavo.grammar.compiler import fresh_matcher
 from octavo.grammar.effort import FULL, Effort
-from octavo.grammar.library import llguidance
+from octavo.grammar.lark import pattern_literal
+from octavo.grammar.library import TOO_COMPLEX, llguidance
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_STEPS = 64
 """Places that are looked at; a mask each."""
-TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."
 MAX_CHOICES = 24
 """With more tokens to choose from, one of them is taken to lead on."""
 
@@ -88,8 +88,7 @@ def _unknown_token(error: str, vocabulary_size: int) -> str:
 
 def other_than_blanks(pattern: str) -> str:
     """The grammar of what a regular expression matches besides JSON's blanks."""
-    escaped = pattern.replace("/", r"\/")
-    text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: /{escaped}/ & ~/[ \\t\\n\\r]*/")
+    text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: {pattern_literal(pattern)} & ~/[ \\t\\n\\r]*/")
     return text
 
 

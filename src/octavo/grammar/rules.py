@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.grammar.unkept import string_options
+
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 
 
@@ -39,6 +41,25 @@ def parts_of(text: str) -> Parts:
         at = end
     rest.append(text[at:])
     return Parts("".join(rest), schemas)
+
+
+def with_string_options(text: str) -> str:
+    """A grammar whose schemas spell their strings as `unkept` has it, unless they have options of their own."""
+    decoder, pieces, at = json.JSONDecoder(), [], 0
+    for found in _EMBEDDED.finditer(text):
+        if found.end() < at:
+            continue
+        try:
+            schema, end = decoder.raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue
+        options = string_options(schema)
+        if options and "x-guidance" not in schema:
+            pieces += [text[at : found.end()], f'{{"x-guidance": {json.dumps(options)}, ']
+            at = found.end() + 1
+            pieces.append(text[at:end])
+            at = end
+    return "".join([*pieces, text[at:]])
 
 
 # Rules that never end

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.grammar.divisors import too_many_states
-from octavo.grammar.json_schema import Path, subschemas
+from octavo.grammar.json_schema import subschemas
+from octavo.grammar.pointers import Path
 
 MAX_PROPERTIES = 2000
 """Of one object."""

@@ -13,21 +13,22 @@ from typing import Any
 from octavo.errors import InvalidRequest
 from octavo.grammar.depth import depth_problem, too_deep
 from octavo.grammar.effort import FULL, MAX_GRAMMAR_SIZE, Effort, NeedsMore, cheap_rules
-from octavo.grammar.json_schema import Path, endless, failing_path, pointer, prepared
+from octavo.grammar.gbnf import in_lark, is_gbnf
+from octavo.grammar.json_schema import endless, failing_path, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance, one_line
-from octavo.grammar.rules import in_gbnf, never_ends, parts_of
+from octavo.grammar.pointers import Path, pointer
+from octavo.grammar.rules import in_gbnf, never_ends, parts_of, with_string_options
 from octavo.grammar.size import too_large
 from octavo.grammar.stack import on_deep_stack
 from octavo.grammar.structural_tag import structural_tag_grammar
+from octavo.grammar.unkept import pattern_problem, string_options, unkept
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_CHARS = 1 << 20
 TOO_LARGE = f"it is too large: more than {MAX_GRAMMAR_SIZE} symbols as a grammar, about 8 for each property. Use a smaller one."
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_CHARS = 256
-MAX_GBNF_RULES = 1000
-"""Converting them takes a time that grows with their square: a second for so many."""
 
 
 def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outputs", effort: Effort = FULL) -> str:
@@ -46,7 +47,9 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
             f"{param}.whitespace_pattern has {len(wish.whitespace_pattern or '')} characters; {MAX_WHITESPACE_CHARS} are allowed.",
             param=param,
         )
-    options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern)
+    if problem := pattern_problem(wish.whitespace_pattern or ""):
+        raise InvalidRequest(f"{param}.whitespace_pattern cannot be used: {problem}.", param=param)
+    options = json_options(compact=wish.disable_any_whitespace, pattern=wish.whitespace_pattern, lenient=wish.best_effort)
     if wish.json is not None:
         return json_source(parsed_schema(wish.json, param), options, param, closed=wish.disable_additional_properties, effort=effort)
     if wish.json_object is not None:
@@ -54,7 +57,10 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
             raise InvalidRequest(f"{param}.json_object must be true (or left out).", param=param)
         return json_source({"type": "object"}, options, param, effort=effort)
     if wish.regex is not None:
-        source = llguidance().LLMatcher.grammar_from_regex(_text(wish.regex, "regex", param))
+        pattern = _text(wish.regex, "regex", param)
+        if problem := pattern_problem(pattern):
+            raise InvalidRequest(f"{param}.regex cannot be used: {problem}.", param=param)
+        source = llguidance().LLMatcher.grammar_from_regex(pattern)
         return _checked_source(source, f"{param}.regex", param, effort)
     if wish.choice is not None:
         return _choice_source(wish.choice, param, effort)
@@ -65,8 +71,8 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
     text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
     what = f"{param}.structural_tag"
     for place, schema in schemas:
-        if (large := too_large(schema)) is not None:
-            raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
+        if (bad := too_large(schema) or unkept(schema)) is not None:
+            raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(bad[0])}: {bad[1]}", param=param)
     try:
         return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param, effort)
     except InvalidRequest:
@@ -118,9 +124,8 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     schema = {} if schema is True else schema
 
     def source(part: Any) -> str:
-        text: str = matcher.grammar_from_json_schema(
-            json.dumps(prepared(part, closed=closed, lenient=bool(options.get("lenient")))), overrides=options
-        )
+        copied = prepared(part, closed=closed, lenient=bool(options.get("lenient")))
+        text: str = matcher.grammar_from_json_schema(json.dumps(copied), overrides={**options, **string_options(copied)})
         return text
 
     def problem_of(part: Any) -> str:
@@ -139,6 +144,9 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
         raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
     if (deep := too_deep(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
+    copied = prepared(schema, closed=closed, lenient=bool(options.get("lenient")))
+    if (lost := unkept(copied)) is not None:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(lost[0])}: {lost[1]}", param=param)
     check_ends(schema, param)
     if problem := _problem(text, effort):
         path: Path = ()
@@ -183,30 +191,20 @@ def _choice_source(choice: Any, param: str, effort: Effort) -> str:
 def _grammar(text: str, param: str, effort: Effort) -> str:
     """Lark, or GBNF/EBNF with `::=`."""
     library, what, given = llguidance(), f"{param}.grammar", text
-    if "::=" in text:
+    if is_gbnf(text):
         if effort.quick:
             raise NeedsMore
-        if text.count("::=") > MAX_GBNF_RULES:
-            raise InvalidRequest(
-                f"{param}.grammar has more than {MAX_GBNF_RULES} rules in GBNF. Use fewer, or write it in Lark.", param=param
-            )
-        from llguidance.gbnf_to_lark import any_to_lark
-
-        try:
-            text = any_to_lark(text)
-        except RecursionError:
-            raise InvalidRequest(
-                f"{param}.grammar cannot be read: its brackets are nested too deep; 200 levels are fine.", param=param
-            ) from None
-        except Exception as e:  # the converter has errors of many classes
-            raise InvalidRequest(f"{param}.grammar cannot be read: {one_line(str(e))}", param=param) from None
+        text = in_lark(text, what, param)
     parts = parts_of(text)
     if effort.quick and not cheap_rules(parts.rest, [schema for _, schema in parts.schemas]):
         raise NeedsMore
     if rule := never_ends(parts.rest):
         rule = "root" if text is not given else rule
         raise InvalidRequest(f"{what} cannot be used: no text can match it, since the rule {rule!r} needs itself without end.", param=param)
-    source: str = library.LLMatcher.grammar_from_lark(text)
+    for line, schema in parts.schemas:
+        if (lost := unkept(schema)) is not None:
+            raise InvalidRequest(f"{what} cannot be used: the JSON schema in line {line}, at {pointer(lost[0])}: {lost[1]}", param=param)
+    source: str = library.LLMatcher.grammar_from_lark(with_string_options(text))
     if problem := _problem(source, effort):
         # Other errors name a line; one in a schema is a long way from the beginning of its line.
         _blame([(f"line {line}", schema) for line, schema in parts.schemas], {}, what, param)

@@ -1,8 +1,8 @@
 """Structural tags: free text in which certain beginnings must be followed by something of a given form.
 
 Two spellings are in use. The older: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. The newer is a tree: {"type":
-"structural_tag", "format": F}, where F is one of const_string, json_schema, any_text, regex, grammar, sequence, or, tag, triggered_tags
-and tags_with_separator.
+"structural_tag", "format": F}, where F is one of const_string, json_schema, qwen_xml_parameter, any_text, regex, grammar, sequence, or, tag,
+triggered_tags and tags_with_separator. A key that is not known is refused in all of them: whoever wrote it counts on what it says.
 """
 
 from __future__ import annotations
@@ -12,10 +12,30 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from octavo.errors import InvalidRequest
+from octavo.grammar.gbnf import in_lark, is_gbnf
 from octavo.grammar.json_schema import prepared
-from octavo.grammar.lark import ANY_TEXT, inline_json, literal
+from octavo.grammar.lark import ANY_TEXT, inline_json, literal, pattern_literal
+from octavo.grammar.pointers import pointer
+from octavo.grammar.unkept import pattern_problem
+from octavo.grammar.xml_parameters import BLANKS, VALUE_END, NotInXml, parameters_of
 
 MAX_DEPTH = 32
+KEYS: dict[str, tuple[str, ...]] = {
+    "const_string": ("value", "text"),
+    "json_schema": ("json_schema", "style"),
+    "qwen_xml_parameter": ("json_schema",),
+    "any_text": ("excludes",),
+    "regex": ("pattern", "excludes"),
+    "grammar": ("grammar",),
+    "sequence": ("elements",),
+    "or": ("elements",),
+    "tag": ("begin", "content", "end"),
+    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
+}
+"""What each kind of format may hold besides its type."""
+IDLE: dict[str, tuple[Any, ...]] = {"excludes": ([], None), "style": ("json",)}
+"""Keys of which only these values are taken: those that clients send when nobody set them."""
 _OLDER_PLACE = re.compile(r"^structures\.tags\[(\d+)\]\.content\.json_schema")
 
 
@@ -29,9 +49,12 @@ def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], pa
         InvalidRequest: a field is missing or of the wrong type; the message has its path.
     """
     writer = _Writer(options, param)
+    if document.get("type", "structural_tag") != "structural_tag":
+        writer.refuse("type", 'must be "structural_tag"')
     if "structures" in document:
         root = writer.older(document)
     elif "format" in document:
+        writer.known(document, "$", ("type", "format"))
         root = writer.format(document["format"], "format")
     else:
         writer.refuse("$", 'needs "format" (or "structures" and "triggers")')
@@ -51,10 +74,24 @@ class _Writer:
     def refuse(self, path: str, why: str) -> NoReturn:
         raise InvalidRequest(f"{self._param}.structural_tag: at {path}: {why}.", param=self._param)
 
+    def known(self, node: dict[str, Any], path: str, keys: tuple[str, ...]) -> None:
+        """Refuse a key that says something nobody would heed."""
+        for key, value in node.items():
+            place = key if path == "$" else f"{path}.{key}"
+            if key not in keys:
+                self.refuse(place, f"there is no such key here; allowed are {', '.join(keys)}")
+            if key in IDLE and value not in IDLE[key]:
+                self.refuse(place, f"cannot be enforced; leave it out, or set it to {IDLE[key][0]!r}")
+            if key in ("at_least_one", "stop_after_first") and not isinstance(value, bool):
+                self.refuse(place, "must be true or false")
+
     def older(self, document: dict[str, Any]) -> str:
+        self.known(document, "$", ("type", "structures", "triggers"))
         structures, triggers = document.get("structures"), document.get("triggers")
         if not isinstance(structures, list) or not structures or not all(isinstance(s, dict) for s in structures):
             self.refuse("structures", "must be a non-empty list of objects with begin, schema and end")
+        for i, structure in enumerate(structures):
+            self.known(structure, f"structures[{i}]", ("begin", "schema", "end"))
         tags = [
             {"begin": s.get("begin"), "content": {"type": "json_schema", "json_schema": s.get("schema", {})}, "end": s.get("end", "")}
             for s in structures
@@ -65,7 +102,7 @@ class _Writer:
         kinds: dict[str, Callable[[dict[str, Any], str], str]] = {
             "const_string": self.const_string,
             "json_schema": self.json_schema,
-            "qwen_xml_parameter": self.any_text,
+            "qwen_xml_parameter": self.xml_parameters,
             "any_text": self.any_text,
             "regex": self.regex,
             "grammar": self.grammar,
@@ -80,6 +117,7 @@ class _Writer:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             self.refuse(path, f"nested more than {MAX_DEPTH} levels deep")
+        self.known(node, path, ("type", *KEYS[node["type"]]))
         name = kinds[node["type"]](node, path)
         self._depth -= 1
         return name
@@ -94,18 +132,44 @@ class _Writer:
         self.schemas.append((_OLDER_PLACE.sub(r"structures[\1].schema", f"{path}.json_schema"), schema))
         return self._rule(inline_json(prepared(schema), self._options))
 
+    def xml_parameters(self, node: dict[str, Any], path: str) -> str:
+        """<parameter=name>value</parameter> for each property, in the order of the schema. Texts stand as they are, up to the closing tag."""
+        schema = node.get("json_schema")
+        place = f"{path}.json_schema"
+        try:
+            parameters = parameters_of(schema)
+        except NotInXml as error:
+            self.refuse(place, f"the JSON schema cannot be used: at {pointer(error.path)}: {error.why}")
+        blanks = self._rule(BLANKS)
+        parts = [blanks]
+        for parameter in parameters:
+            opening = literal(f"<parameter={parameter.name}>")
+            if parameter.texts is not None:
+                value = f"{blanks} ({' | '.join(map(literal, parameter.texts))}) {blanks} {literal(VALUE_END)}"
+            elif parameter.schema is not None:
+                self.schemas.append((f"{place}.properties.{parameter.name}", parameter.schema))
+                value = f"{blanks} {inline_json(prepared(parameter.schema), self._options)} {blanks} {literal(VALUE_END)}"
+            else:
+                value = f"until_{len(self.rules)}"
+                self.rules.append(f"{value}[lazy]: TEXT {literal(VALUE_END)}")
+            parts.append(f"({opening} {value} {blanks})" + ("" if parameter.required else "?"))
+        return self._rule(" ".join(parts))
+
     def any_text(self, node: dict[str, Any], path: str) -> str:
         return self._rule("TEXT")
 
     def regex(self, node: dict[str, Any], path: str) -> str:
         pattern = self._string(node, ("pattern",), path)
+        if problem := pattern_problem(pattern):
+            self.refuse(f"{path}.pattern", problem)
         name = f"R{len(self.rules)}"
-        escaped = pattern.replace("/", r"\/")
-        self.rules.append(f"{name}: /{escaped}/")
+        self.rules.append(f"{name}: {pattern_literal(pattern)}")
         return self._rule(name)
 
     def grammar(self, node: dict[str, Any], path: str) -> str:
         text = self._string(node, ("grammar",), path)
+        if is_gbnf(text):
+            text = in_lark(text, f"{self._param}.structural_tag: at {path}.grammar", self._param)
         return self._rule(f"%lark {{\n{text}\n}}")
 
     def sequence(self, node: dict[str, Any], path: str) -> str:
@@ -122,12 +186,16 @@ class _Writer:
 
     def _tag_after(self, node: dict[str, Any], begin: str, path: str) -> str:
         """A tag of whose beginning only `begin` is left."""
+        if node.get("type", "tag") != "tag":
+            self.refuse(f"{path}.type", 'must be "tag"')
+        self.known(node, path, ("type", *KEYS["tag"]))
         ends = node.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
             self.refuse(f"{path}.end", "must be a string, or a list of strings")
         content = node.get("content")
-        if isinstance(content, dict) and content.get("type") in ("any_text", "qwen_xml_parameter"):
+        if isinstance(content, dict) and content.get("type") == "any_text":
+            self.known(content, f"{path}.content", ("type", *KEYS["any_text"]))
             # The text goes up to the end, not past it.
             name = f"until_{len(self.rules)}"
             self.rules.append(f"{name}[lazy]: {' | '.join(f'TEXT {literal(end)}' for end in ends) if any(ends) else 'TEXT'}")

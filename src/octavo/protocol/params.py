@@ -83,6 +83,7 @@ _STRUCTURED: dict[str, tuple[type | tuple[type, ...], str]] = {
     "structural_tag": ((str, dict), "an object, or one as JSON text"),
     "disable_any_whitespace": (bool, "true or false"),
     "disable_additional_properties": (bool, "true or false"),
+    "best_effort": (bool, "true or false"),
     "whitespace_pattern": (str, "a string"),
 }
 """What the fields of a wish may be, in types and in words."""
@@ -100,6 +101,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    best_effort: bool = False
+    """What cannot be enforced of a JSON schema is left out, where it would be refused otherwise."""
 
     def __post_init__(self) -> None:
         if self.json is True:

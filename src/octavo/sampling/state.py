@@ -74,7 +74,8 @@ def features_of(p: SamplingParams) -> Feature:
         Feature.FILTERS: not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0),
         Feature.PENALTIES: p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 or p.repetition_penalty != 1.0,
         Feature.BIAS: bool(p.logit_bias),
-        Feature.ALLOWED: p.allowed_token_ids is not None,
+        # Beside a constraint its masks have the list in them: they know where the grammar ends, and the list has no say.
+        Feature.ALLOWED: p.allowed_token_ids is not None and p.constraint is None,
         Feature.BAD_WORDS: bool(p.bad_words_token_ids),
         Feature.MIN_TOKENS: p.min_tokens > 0,
         Feature.LOGPROBS: p.logprobs is not None or p.logprob_token_ids is not None,

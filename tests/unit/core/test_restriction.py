@@ -26,8 +26,9 @@ def bits(words: np.ndarray) -> set[int]:
     bad=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=6),
     outputs=st.lists(st.integers(0, 5), max_size=6),
     mask=st.sets(st.integers(0, SIZE - 1)),
+    ends=st.frozensets(st.integers(0, SIZE + 40), max_size=3),
 )
-def test_what_is_left(allowed: list[int] | None, bad: list[list[int]], outputs: list[int], mask: set[int]) -> None:
+def test_what_is_left(allowed: list[int] | None, bad: list[list[int]], outputs: list[int], mask: set[int], ends: frozenset[int]) -> None:
     texts = [bytes([token]) for token in range(SIZE)]
     restriction = Restriction.of(SamplingParams(allowed_token_ids=allowed), SIZE // 32, BadWords(bad, Spellings(texts)) if bad else None)
     if restriction is None:
@@ -37,9 +38,9 @@ def test_what_is_left(allowed: list[int] | None, bad: list[list[int]], outputs: 
     words = np.packbits(np.isin(np.arange(SIZE), list(mask)), bitorder="little").view(np.int32).copy()
     for token in outputs:
         restriction.accept(token)
-    restriction.narrow(words)
+    restriction.narrow(words, ends)
     banned = {word[-1] for word in bad if len(word) == 1 or outputs[-(len(word) - 1) :] == word[:-1]}
-    assert bits(words) == (mask if allowed is None else mask & set(allowed)) - banned
+    assert bits(words) == (mask if allowed is None else mask & set(allowed) or mask & ends) - banned
 
 
 TEXTS = [b"", b"a", b"b", b"aa", b"ab", b"ba", b"bb", b"aab", b" a", b"ab", b"abab"]

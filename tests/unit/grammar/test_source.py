@@ -11,9 +11,11 @@ import pytest
 from octavo.errors import InvalidRequest
 from octavo.grammar.divisors import too_many_states
 from octavo.grammar.effort import cheap
-from octavo.grammar.json_schema import malformed, pointer, prepared
+from octavo.grammar.json_schema import malformed, prepared
+from octavo.grammar.pointers import pointer
 from octavo.grammar.source import check_lenient, grammar_source
 from octavo.protocol.params import StructuredOutputsParams
+from tests.support.grammars import matches
 
 
 def refusal(**wish: Any) -> str:
@@ -227,6 +229,141 @@ def test_structural_tags(tag: dict[str, Any]) -> None:
 )
 def test_bad_structural_tags(tag: dict[str, Any], place: str) -> None:
     assert place in refusal(structural_tag=tag)
+
+
+@pytest.mark.parametrize(
+    ("tag", "place"),
+    [
+        ({"format": {"type": "any_text", "excludes": ["Paris"]}}, "format.excludes"),
+        ({"format": {"type": "any_text", "foo": 1}}, "format.foo"),
+        ({"format": {"type": "tag", **TAG, "foo": 1}}, "format.foo"),
+        ({"format": {"type": "tag", **TAG, "content": {"type": "any_text", "foo": 1}}}, "format.content.foo"),
+        ({"format": {"type": "tag", **TAG, "content": {"type": "any_text", "excludes": ["x"]}}}, "format.content.excludes"),
+        ({"format": {"type": "const_string", "value": "a", "foo": 1}}, "format.foo"),
+        ({"format": {"type": "regex", "pattern": "a", "excludes": ["b"]}}, "format.excludes"),
+        ({"format": {"type": "regex", "pattern": "a\\"}}, "format.pattern"),
+        ({"format": {"type": "grammar", "grammar": 'start: "a"', "syntax": "lark"}}, "format.syntax"),
+        ({"format": {"type": "json_schema", "json_schema": {}, "style": "minimax_xml"}}, "format.style"),
+        ({"format": {"type": "json_schema", "json_schema": {}, "any_order": True}}, "format.any_order"),
+        ({"format": {"type": "qwen_xml_parameter", "json_schema": {"type": "object"}, "foo": 1}}, "format.foo"),
+        ({"format": {"type": "sequence", "elements": [{"type": "any_text"}], "foo": 1}}, "format.foo"),
+        ({"format": {"type": "or", "elements": [{"type": "any_text", "foo": 1}]}}, "format.elements[0].foo"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "excludes": ["x"]}}, "format.excludes"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "at_least_one": "no"}}, "format.at_least_one"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [{**TAG, "foo": 1}]}}, "format.tags[0].foo"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [{**TAG, "type": "or"}]}}, "format.tags[0].type"),
+        ({"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ",", "max": 3}}, "format.max"),
+        ({"format": {"type": "any_text"}, "triggers": ["<"]}, "triggers"),
+        ({"structures": [{"begin": "<f>", "schema": {}, "end": "", "foo": 1}], "triggers": ["<"]}, "structures[0].foo"),
+        ({"structures": [{"begin": "<f>", "schema": {}}], "triggers": ["<"], "format": {"type": "any_text"}}, "format"),
+    ],
+)
+def test_a_structural_tag_says_nothing_that_is_not_heeded(tag: dict[str, Any], place: str) -> None:
+    assert f"structural_tag: at {place}: " in refusal(structural_tag=tag)
+
+
+def test_keys_of_structural_tags_that_clients_send_unset_are_fine() -> None:
+    elements: list[Any] = [
+        {"type": "any_text", "excludes": []},
+        {"type": "json_schema", "json_schema": {"type": "null"}, "style": "json"},
+        {"type": "tag", **TAG, "content": {"type": "any_text", "excludes": []}},
+    ]
+    assert grammar_source(
+        StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+    )
+
+
+def tagged(**form: Any) -> str:
+    return grammar_source(StructuredOutputsParams(structural_tag={"format": form}))
+
+
+def test_a_gbnf_grammar_in_a_structural_tag() -> None:
+    form = {"type": "grammar", "grammar": 'root ::= "q" tail\ntail ::= [0-9]+'}
+    for source in (tagged(**form), tagged(type="tag", begin="<", content=form, end="")):
+        assert matches(source, "q12" if source == tagged(**form) else "<q12")
+        assert not matches(source, "q")
+    assert "format.grammar has more than 1000 rules" in refusal(structural_tag={"format": {**form, "grammar": 'a ::= "b"\n' * 1001}})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", "a\\/b"), ("a\nb", "a\nb"), (r"[/\\]{2}", "/\\")]
+)
+def test_slashes_of_a_pattern_in_a_structural_tag(pattern: str, text: str) -> None:
+    assert matches(tagged(type="regex", pattern=pattern), text)
+    assert not matches(tagged(type="regex", pattern=pattern), text + "/")
+
+
+XML = {
+    "type": "object",
+    "properties": {
+        "q": {"type": "string"},
+        "n": {"type": "integer", "minimum": 3},
+        "unit": {"enum": ["c", "f"]},
+        "at": {"$ref": "#/$defs/point"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["q", "n"],
+    "$defs": {"point": {"type": "array", "items": {"$ref": "#/$defs/number"}, "minItems": 2}, "number": {"type": "number"}},
+}
+XML_FITS = [
+    "<parameter=q>Paris</parameter><parameter=n>3</parameter>",
+    '\n<parameter=q>\nParis, a "city" <b>\n</parameter>\n<parameter=n>\n12\n</parameter>\n',
+    "<parameter=q></parameter><parameter=n>4</parameter><parameter=unit>\nc\n</parameter>",
+    "<parameter=q>x</parameter><parameter=n>4</parameter><parameter=at>[1, 2.5]</parameter><parameter=note>null</parameter>",
+]
+XML_WRONG = [
+    "hello",
+    "",
+    "<parameter=q>Paris</parameter>",
+    "<parameter=n>3</parameter>",
+    "<parameter=q>Paris</parameter><parameter=n>2</parameter>",
+    "<parameter=q>Paris</parameter><parameter=n>three</parameter>",
+    "<parameter=q>x</parameter><parameter=n>4</parameter><parameter=unit>k</parameter>",
+    "<parameter=q>x</parameter><parameter=n>4</parameter><parameter=at>[1]</parameter>",
+    "<parameter=q>x</parameter><parameter=n>4</parameter><parameter=other>1</parameter>",
+]
+
+
+def test_parameters_in_xml_are_held_to_their_schema() -> None:
+    form = {"type": "qwen_xml_parameter", "json_schema": XML}
+    alone = tagged(**form)
+    call = {"begin": "<function=f>", "content": form, "end": "</function>"}
+    in_tag = tagged(type="tag", **call)
+    triggered = tagged(type="triggered_tags", triggers=["<function="], tags=[call], at_least_one=True)
+    for fits, texts in ((True, XML_FITS), (False, XML_WRONG)):
+        for text in texts:
+            assert matches(alone, text) is fits, text
+            assert matches(in_tag, f"<function=f>{text}</function>") is fits, text
+            assert matches(triggered, f"I say <function=f>{text}</function> so") is fits, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (True, "$"),
+        ({"type": "array"}, "$.type"),
+        ({"properties": {}, "minProperties": 1}, "$.minProperties"),
+        ({"properties": {"a": {"type": "string", "maxLength": 3}}}, "$.properties.a"),
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "$.properties.a"),
+        ({"properties": {"a": {"enum": ["x", 1]}}}, "$.properties.a"),
+        ({"properties": {"a": {"enum": ["x</parameter>"]}}}, "$.properties.a"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}}, "$.properties.a"),
+        ({"properties": {"a": {"minimum": 3}}}, "$.properties.a"),
+        ({"properties": {"a": {"$ref": "#/$defs/gone"}}}, "$.properties.a"),
+        ({"properties": {"a>": {"type": "string"}}}, "$.properties.a>"),
+        ({"properties": {"a": False}, "required": ["a"]}, "$.properties.a"),
+        ({"properties": {}, "required": ["a"]}, "$.required"),
+    ],
+)
+def test_what_cannot_be_enforced_in_xml_is_refused_with_its_path(schema: Any, place: str) -> None:
+    said = refusal(structural_tag={"format": {"type": "qwen_xml_parameter", "json_schema": schema}})
+    assert f"structural_tag: at format.json_schema: the JSON schema cannot be used: at {place}: " in said
+
+
+def test_values_in_xml_are_checked_as_any_schema_is() -> None:
+    schema = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    said = refusal(structural_tag={"format": {"type": "qwen_xml_parameter", "json_schema": schema}})
+    assert "format.json_schema.properties.a: the JSON schema cannot be used: at $: " in said
 
 
 LINK = {"type": "object", "properties": {"next": {"$ref": "#/$defs/link"}}, "required": ["next"]}

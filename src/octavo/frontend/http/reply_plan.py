@@ -183,12 +183,14 @@ def _is_json(params: StructuredOutputsParams) -> bool:
 
 
 def _answer(params: StructuredOutputsParams) -> str:
+    lenient = params.best_effort
     schema = (
         {"type": "object"}
         if params.json is None
-        else prepared(parsed_schema(params.json, "response_format"), closed=params.disable_additional_properties)
+        else prepared(parsed_schema(params.json, "response_format"), closed=params.disable_additional_properties, lenient=lenient)
     )
-    return f"answer: {inline_json(schema, json_options(compact=params.disable_any_whitespace, pattern=params.whitespace_pattern))}"
+    options = json_options(compact=params.disable_any_whitespace, pattern=params.whitespace_pattern, lenient=lenient)
+    return f"answer: {inline_json(schema, options)}"
 
 
 async def _checked(

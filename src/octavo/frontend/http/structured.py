@@ -77,7 +77,11 @@ def _response_format(body: GenerationRequest) -> list[Wish]:
                 raise InvalidRequest(
                     "response_format of type json_schema needs json_schema.schema, a JSON schema.", param="response_format"
                 )
-            return [Wish(StructuredOutputsParams(json=_object(schema)), "response_format.json_schema.schema")]
+            strict = holder.get("strict") if isinstance(holder, dict) else None
+            if not isinstance(strict, bool | None):
+                raise InvalidRequest("response_format.json_schema.strict must be true or false.", param="response_format")
+            wish = StructuredOutputsParams(json=_object(schema), best_effort=not strict)
+            return [Wish(wish, "response_format.json_schema.schema")]
         case "structural_tag":
             return [Wish(StructuredOutputsParams(structural_tag={k: v for k, v in given.items() if k != "type"}), "response_format")]
         case "regex" | "grammar":
@@ -98,7 +102,7 @@ def _structured_outputs(body: GenerationRequest) -> list[Wish]:
         raise InvalidRequest(
             f"structured_outputs has no field {short_repr(unknown[0])}; it has {', '.join(known)}.", param="structured_outputs"
         )
-    for name in ("disable_any_whitespace", "disable_additional_properties", "json_object"):
+    for name in ("disable_any_whitespace", "disable_additional_properties", "best_effort", "json_object"):
         if not isinstance(given.get(name, False), bool):
             raise InvalidRequest(f"structured_outputs.{name} must be true or false.", param="structured_outputs")
     if not isinstance(given.get("whitespace_pattern", ""), str):

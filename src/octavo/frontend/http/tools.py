@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from octavo.errors import InvalidRequest
 from octavo.frontend.http.errors import short_repr
-from octavo.grammar.json_schema import malformed, pointer
+from octavo.grammar.json_schema import malformed
+from octavo.grammar.pointers import pointer
 
 MAX_TOOLS = 512
 MAX_NAME = 128

@@ -1,0 +1,36 @@
+"""Grammars in GBNF (`root ::= ...`), which are put into Lark wherever a grammar may be given: the engine knows no other form."""
+
+from __future__ import annotations
+
+from octavo.errors import InvalidRequest
+from octavo.grammar.library import llguidance, one_line
+
+MAX_GBNF_RULES = 1000
+"""Converting them takes a time that grows with their square: a second for so many."""
+
+
+def is_gbnf(text: str) -> bool:
+    return "::=" in text
+
+
+def in_lark(text: str, what: str, param: str) -> str:
+    """The same grammar in Lark.
+
+    Args:
+        what: the name of the grammar in the request, for error messages.
+
+    Raises:
+        InvalidRequest: it has too many rules, or cannot be read.
+    """
+    if text.count("::=") > MAX_GBNF_RULES:
+        raise InvalidRequest(f"{what} has more than {MAX_GBNF_RULES} rules in GBNF. Use fewer, or write it in Lark.", param=param)
+    llguidance()  # says what to install where it is missing
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        converted: str = any_to_lark(text)
+    except RecursionError:
+        raise InvalidRequest(f"{what} cannot be read: its brackets are nested too deep; 200 levels are fine.", param=param) from None
+    except Exception as e:  # the converter has errors of many classes
+        raise InvalidRequest(f"{what} cannot be read: {one_line(str(e))}", param=param) from None
+    return converted
