@@ -146,7 +146,10 @@ def test_a_killed_engine_finds_the_other_host_again(model: Path, hosts: tuple[Ho
 
 
 def test_a_pulled_cable_is_noticed_and_named(model: Path, hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    near, far = start(hosts[0], model, 0, "--node-timeout", "3", "--engine-restarts", "0"), start(hosts[1], model, 1, "--node-timeout", "3")
+    near, far = (
+        start(hosts[0], model, 0, "--node-timeout", "10", "--engine-restarts", "0"),
+        start(hosts[1], model, 1, "--node-timeout", "10"),
+    )
     near.wait_for("Listening on")
     began = time.monotonic()
     with pytest.raises(AssertionError, match="has not been heard of"):  # told to the client: restarts are off
@@ -154,7 +157,7 @@ def test_a_pulled_cable_is_noticed_and_named(model: Path, hosts: tuple[Host, Hos
     assert "Rank 1 (node 1, 10.231.0.2) has not been heard of for 10 s" in near.log
     assert time.monotonic() - began < 20
     assert far.process.wait(60) == 1
-    assert "The first host has not answered at 10.231.0.1:29501 for 3 s" in far.log
+    assert "The first host has not answered at 10.231.0.1:29501 for 10 s" in far.log
     assert time.monotonic() - began < 40
 
 

@@ -120,7 +120,7 @@ def test_windows_do_without_torch_too(family: str, tmp_path: Path, monkeypatch: 
     [
         (lambda _: "IQ3_S", {}),
         (lambda _: "Q8_0", {"cpu_kernels": "torch"}),
-        (lambda _: "Q8_0", {"dtype": "bfloat16"}),
+        (lambda _: "Q8_0", {"dtype": "bfloat16", "cpu_kernels": "torch"}),
     ],
 )
 def test_what_is_not_plain_takes_the_other_way(type_of: Callable[[str], str], settings: dict[str, Any], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from octavo.frontend.client import InProcessClient
 from octavo.layers.rope import Rotation
 from octavo.ops import reference
 from octavo.ops.triton.sampling import draw_tokens
+from octavo.sampling.sampler import Sampler
 from octavo.worker.graphs import StepGraphs
 from octavo.worker.worker import Worker
 from tests.support.core_engine import check_core
@@ -205,7 +206,7 @@ def with_graphs(patch: pytest.MonkeyPatch, launched: list[GraphShape]) -> None:
         return launch(self, plan, captured)
 
     patch.setattr(Worker, "_make_graphs", graphs)
-    patch.setattr(Worker, "_draw", lambda _: draw_tokens)
+    patch.setattr("octavo.worker.worker.Sampler", lambda *given, **named: Sampler(*given, **named | {"draw": draw_tokens}))
     patch.setattr(Worker, "_capture", lambda *_, **__: None)
     patch.setattr(StepGraphs, "launch", noted)
 
