@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from octavo.checkpoint.files import require_file
 from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 
@@ -199,6 +200,7 @@ def read_gguf(path: str) -> GgufFile:
     Raises:
         CheckpointError: unreadable, not GGUF, truncated or damaged; the message names the file and the place.
     """
+    require_file(path)
     wanted = _FIRST_READ
     while True:
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint import bundled, catalog, hub
+from octavo.checkpoint.files import is_there
 from octavo.checkpoint.local import open_folder, open_gguf
 from octavo.checkpoint.types import Checkpoint, Progress
 from octavo.errors import CheckpointError, ModelNotFound
@@ -112,10 +113,15 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
 
 
 def _look(name: str) -> tuple[Path, bool, bool]:
-    """`name` as a path, whether it is a folder, whether it is a file. Names that no path can have are neither."""
+    """`name` as a path, whether it is a folder, whether it is a file. Names that no path can have are neither.
+
+    Raises:
+        CheckpointError: it is there, and neither.
+    """
     try:
         path = Path(name).expanduser()
-        return path, path.is_dir(), path.is_file()
+        is_folder = path.is_dir()
+        return path, is_folder, not is_folder and is_there(path)
     except PermissionError:
         raise CheckpointError(f"{name} cannot be looked at: no permission.") from None
     except (OSError, ValueError, RuntimeError):  # too long, a NUL character, an unknown ~user

@@ -6,7 +6,6 @@ a tensor: a file that asks for more is refused, and nothing of it has been run.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from octavo.checkpoint.files import is_there, read_json_object, require_file
 from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError, plain_text
 from octavo.weights.stored import StoredTensor
@@ -34,15 +34,16 @@ def pickled_files(folder: str) -> list[str]:
         CheckpointError: the index is malformed or names files that are not there.
     """
     index = Path(folder) / INDEX
-    if not index.is_file():
+    if not is_there(index):
         single = os.path.join(folder, SINGLE)
-        return [single] if os.path.isfile(single) else []
+        return [single] if is_there(single) else []
+    stored = read_json_object(index)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(stored["weight_map"].values()))
         inside = [name for name in names if os.path.basename(name) == name]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+    except (KeyError, AttributeError, TypeError) as e:
         raise CheckpointError(f'{index} has no "weight_map" from tensor names to files ({type(e).__name__}).') from None
-    missing = [name for name in names if name not in inside or not os.path.isfile(os.path.join(folder, name))]
+    missing = [name for name in names if name not in inside or not is_there(os.path.join(folder, name))]
     if missing or not names:
         raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:3])}.")
     return [os.path.join(folder, name) for name in names]
@@ -54,6 +55,7 @@ def open_pickled(path: str) -> Iterator[StoredTensor]:
     Raises:
         CheckpointError: damaged, or it holds more than tensors (and nothing of it was run).
     """
+    require_file(path)
     try:
         with open(path, "rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"

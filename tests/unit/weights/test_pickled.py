@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from octavo.checkpoint.files import read_json_object
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.checkpoint.local import read_json_object
 from octavo.errors import CheckpointError, plain_text
 from octavo.weights.pickled import INDEX, open_pickled, pickled_files
 from octavo.weights.safetensors import open_safetensors
@@ -128,5 +128,5 @@ def test_which_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         pickled_files(str(tmp_path))
     (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(CheckpointError, match="weight_map"):
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
         pickled_files(str(tmp_path))

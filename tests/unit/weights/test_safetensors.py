@@ -54,8 +54,8 @@ def test_any_names_do_without_an_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "not a sound index"),
-        ("[]", "not a sound index"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object, not a list"),
         ('{"weight_map": 3}', "not a sound index"),
         ('{"weight_map": {"x": 3, "y": "a.safetensors"}}', "not a sound index"),
         ('{"weight_map": {"x": 3}}', "names the file 3"),
