@@ -235,6 +235,7 @@ def _model(
         logprobs_mode=args.logprobs_mode,
         implementation=args.model_impl,
         quantization=quantization,
+        served_name=(args.served_model_name or [""])[0],
     )
 
 
