@@ -227,8 +227,11 @@ def _parse(cursor: _Cursor) -> GgufFile:
     cursor.pos = 4
     version = cursor.u32()
     if version not in (2, 3):
-        hint = " It is big-endian." if version in (2 << 24, 3 << 24) else ""
-        raise CheckpointError(f"{cursor.path}: GGUF version {version} cannot be read, only little-endian 2 and 3.{hint}")
+        if version in (2 << 24, 3 << 24):
+            raise CheckpointError(
+                f"{cursor.path} is a big-endian GGUF file, and only little-endian ones can be read. Convert it again without --bigendian."
+            )
+        raise CheckpointError(f"{cursor.path}: GGUF version {version} cannot be read, only 2 and 3.")
     num_tensors, num_values = cursor.u64(), cursor.u64()
     # The smallest entries: an empty key with a one-byte value, a nameless tensor of one dimension.
     cursor.check(num_values * 13 + num_tensors * 32)

@@ -148,7 +148,7 @@ def require_weights(checkpoint: Checkpoint) -> None:
             "(save_pretrained of transformers does), or take a safetensors or GGUF version of the model."
         )
     raise CheckpointError(
-        f"{folder} has a {CONFIG} but no weights (*.safetensors or *.gguf). Download them, or use --load-format dummy for random ones."
+        f"{folder} has a {CONFIG} but no weights (*.safetensors, pytorch_model.bin or *.gguf). Download them, or use --load-format dummy for random ones."
     )
 
 

@@ -158,7 +158,9 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
                 f"{config.model.path}: a wrapped model was saved: names begin with {wrapped.partition('.')[0]}. ({wrapped}). Save the model "
                 "inside the wrapper."
             )
-        raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
+        raise CheckpointError(
+            f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete, and does config.json belong to it?"
+        )
     if surplus := sorted(report["unexpected_keys"]):
         names = f"{', '.join(surplus[:4])}{', ...' if len(surplus) > 4 else ''}"
         logger.warning("%s: %d tensors have no place in %s and are left out: %s.", config.model.path, len(surplus), name, names)

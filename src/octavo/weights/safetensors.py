@@ -63,10 +63,10 @@ def weight_files(folder: str) -> list[str]:
         return found
     if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         raise CheckpointError(
-            f"{folder}: has PyTorch pickle weights only, which are not read. Convert them: "
-            "load with transformers' from_pretrained and write with save_pretrained, which makes safetensors."
+            f"{folder}: has PyTorch weights, but not under the names that are read: pytorch_model.bin, or the files that "
+            "pytorch_model.bin.index.json lists. Rename them, or take a safetensors version of the model."
         )
-    raise CheckpointError(f"{folder}: holds no *.safetensors weights. For random weights use --load-format dummy.")
+    raise CheckpointError(f"{folder}: holds no weights (*.safetensors, or pytorch_model.bin). For random weights use --load-format dummy.")
 
 
 def _indexed_files(folder: str, index: str) -> list[str]:
