@@ -93,8 +93,9 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
     """Tokens that end a sequence: generation_config's, else config's, else the tokenizer's. Empty when none says so.
 
     Raises:
-        CheckpointError: eos_token_id is neither an id nor a list of ids.
+        CheckpointError: eos_token_id is neither an id nor a list of ids, be it in a file that another one outweighs.
     """
+    stated: list[list[int]] = []
     text_config = checkpoint.hf_config.get("text_config")
     for where, config in (
         ("generation_config.json", checkpoint.generation_config),
@@ -108,7 +109,9 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise CheckpointError(f"{checkpoint.path}: eos_token_id in {where} must be a token id or a list of them, got {value!r}.")
         if ids:
-            return tuple(dict.fromkeys(ids))
+            stated.append(ids)
+    if stated:
+        return tuple(dict.fromkeys(stated[0]))
     return () if tokenizer_eos is None else (tokenizer_eos,)
 
 

@@ -251,3 +251,10 @@ def test_parts_cover_their_parameter_without_overlap() -> None:
             edges = sorted(parameter.parts.values())
             assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
             assert edges[-1][1] == parameter.shape[0]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "PhiForCausalLM"])
+def test_an_activation_of_null_is_said(architecture: str) -> None:
+    spec(architecture, hidden_act="absent")
+    with pytest.raises(CheckpointError, match="hidden_act must be the name of an activation, or left out, got None"):
+        spec(architecture, hidden_act=None)

@@ -6,6 +6,7 @@ less; what they do not cover goes through `transformers`, if that is installed. 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from octavo.frontend.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
+
+logger = logging.getLogger(__name__)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -206,6 +209,14 @@ def _templates(named: Mapping[str, str], special: Mapping[str, Any], override: s
     content_format: Any = args.chat_template_content_format
     # An override replaces all of the model's templates: also the one for tools.
     templates = {DEFAULT: override} if override is not None else dict(named)
+    for name, source in templates.items():
+        if (problem := check_template(source)) is not None:
+            called = "chat template" if name == DEFAULT else f"chat template {name!r}"
+            logger.warning(
+                "The model's %s is not valid: %s. Conversations that need it are refused; start with --chat-template FILE to give another.",
+                called,
+                problem,
+            )
     return ChatTemplates(templates, dict(special), content_format, args.default_chat_template_kwargs)
 
 
@@ -230,8 +241,24 @@ def _template_override(given: str | None) -> str | None:
     return source
 
 
+def _checked_tokens(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a file says, if its special tokens and templates are of the kinds that those are.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for name in _SPECIAL:
+        token = values.get(name)
+        if token is not None and not isinstance(token, (str, dict)):
+            raise CheckpointError(f'{path}: {name} must be a token\'s text, or an object with it as "content", got {token!r}.')
+    template = values.get("chat_template")
+    if template is not None and not isinstance(template, (str, dict, list)):
+        raise CheckpointError(f"{path}: chat_template must be a template's text, or several by name, got {template!r}.")
+    return values
+
+
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if is_there(path) else {}
+    return _checked_tokens(read_json_object(path), path) if is_there(path) else {}
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -139,7 +139,10 @@ def activation_of(config: HfConfig, key: str = "hidden_act", default: str = "sil
 
     Raises:
         UnsupportedModel: it is not known, or not in a gated block.
+        CheckpointError: it is no name.
     """
+    if key == "hidden_act" and config.values.get(key, default) is None:
+        raise config.fail(key, "the name of an activation, or left out")
     name = config.text(key, default)
     allowed = [known for known, ours in ACTIVATIONS.items() if not gated or ours not in UNGATED_ONLY]
     if name not in allowed:
