@@ -91,8 +91,10 @@ def _from_folder(folder: Path, override: str | None, args: EngineArgs) -> Tokeni
     )
 
 
-_PLAIN_PIECES = frozenset({"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "CodeLlamaTokenizer"})
-"""Tokenizer classes whose ids are those of the SentencePiece model."""
+_PLAIN_PIECES = frozenset(
+    {"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
+) | {"TokenizersBackend", "PreTrainedTokenizerFast"}
+"""Tokenizer classes whose ids are those of the SentencePiece model; the last two are names for any that has no code of its own."""
 
 
 @dataclass(frozen=True)
