@@ -141,7 +141,8 @@ def activation_of(config: HfConfig, key: str = "hidden_act", default: str = "sil
         UnsupportedModel: it is not known, or not in a gated block.
         CheckpointError: it is no name.
     """
-    if key == "hidden_act" and config.values.get(key, default) is None:
+    otherwise = config.has("activation_function") or config.has("hidden_activation")
+    if key == "hidden_act" and config.values.get(key, default) is None and not otherwise:
         raise config.fail(key, "the name of an activation, or left out")
     name = config.text(key, default)
     allowed = [known for known, ours in ACTIVATIONS.items() if not gated or ours not in UNGATED_ONLY]
