@@ -221,8 +221,26 @@ def test_errors_name_no_field_that_was_not_given(embedder: ServerProcess) -> Non
     reply = post(embedder, "/classify", {"input": "x"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, None)
     assert "cannot do 'classify'" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["message"].startswith("tiny cannot do")
+    reply = post(embedder, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert (reply.status_code, reply.json()["error"]["message"].partition(" runs for")[0]) == (400, "tiny")
     reply = post(embedder, "/pooling", {"input": "x", "task": "classify"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "task")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "x"}),
+        ("/pooling", {"input": "x"}),
+        ("/score", {"text_1": "x", "text_2": "y"}),
+        ("/rerank", {"query": "x", "documents": ["y"]}),
+    ],
+)
+def test_nothing_is_streamed(embedder: ServerProcess, path: str, body: dict[str, object]) -> None:
+    reply = post(embedder, path, {**body, "stream": True})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
+    assert post(embedder, path, {**body, "stream": False}).status_code == 200
 
 
 def test_fields_of_conversations_mean_nothing_beside_texts(embedder: ServerProcess) -> None:

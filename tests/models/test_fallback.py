@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from octavo import LLM, SamplingParams
 from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
-from octavo.models.fallback import TransformersModel
+from octavo.models.fallback import TransformersModel, lets_its_attention_be_swapped
 from octavo.models.loader import load_model
+from octavo.models.registry import supported_architectures
 from octavo.ops.registry import load_ops
 from tests.models.contiguous import run
 from tests.support.tiny_models import config_for, save_tiny
@@ -139,7 +141,7 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
         refused(tmp_path, architectures=["NobodyForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_nobody.Nobody"})
     with pytest.raises(UnsupportedModel, match="swapped"):
         refused(tmp_path, architectures=["XGLMForCausalLM"])
-    with pytest.raises(CheckpointError, match=r"lacks.*layers\.2"):
+    with pytest.raises(CheckpointError, match=r"lacks.*layers\.2.*does config\.json belong"):
         refused(tmp_path, num_hidden_layers=3)
 
 
@@ -333,3 +335,12 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="transformers cannot load it"):
         load_model(config_for(tmp_path), load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+def test_whether_transformers_may_run_it_is_known_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is refused is not sent to transformers where that would send it back."""
+    with_it = {name: lets_its_attention_be_swapped(name) for name in supported_architectures()}
+    assert not with_it["MptForCausalLM"]
+    assert with_it["LlamaForCausalLM"]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert {name: lets_its_attention_be_swapped(name) for name in supported_architectures()} == with_it

@@ -299,6 +299,17 @@ def metadata_of(model: Any, arch: str, more: dict[str, Any]) -> dict[str, Any]:
     return {**sizes(model.config), **(LATENT_METADATA if arch == "deepseek2" else {}), **more}
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3", "glm-4.7-flash"])
+@pytest.mark.parametrize("stated", [{}, {"expert_gating_func": 0}])
+def test_files_that_do_not_say_how_experts_are_chosen(tmp_path: Path, name: str, stated: dict[str, int]) -> None:
+    """A tensor that corrects the choice is the sign of sigmoids."""
+    arch, family, overrides, more = CASES[name]
+    model = tiny_model(family, **overrides)
+    metadata = {key: value for key, value in metadata_of(model, arch, more).items() if key != "expert_gating_func"}
+    write_model(tmp_path / "m.gguf", arch, {**metadata, **stated}, tensors_of(model, arch))
+    torch.testing.assert_close(run(load_file(tmp_path / "m.gguf"), IDS), logits_of(model), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     arch, family, overrides, more = CASES[name]
@@ -422,7 +433,7 @@ def test_missing_and_surplus_tensors_are_named_as_the_file_does(tmp_path: Path) 
     tensors, metadata = tensors_of(model, arch), metadata_of(model, arch, more)
     lacking = {name: value for name, value in tensors.items() if name != "blk.1.ffn_down_exps.weight"}
     write_model(tmp_path / "lacking.gguf", arch, metadata, lacking)
-    with pytest.raises(CheckpointError, match=r"lacks blk\.1\.ffn_down"):
+    with pytest.raises(CheckpointError, match=r"lacks blk\.1\.ffn_down.*does the file's metadata belong"):
         load_file(tmp_path / "lacking.gguf")
     write_model(tmp_path / "surplus.gguf", arch, metadata, {**tensors, "blk.0.ffn_up.weight": tensors["blk.0.attn_k.weight"]})
     with pytest.raises(CheckpointError, match=r"surplus\.gguf: tensor blk\.0\.ffn_up\.weight has no place"):

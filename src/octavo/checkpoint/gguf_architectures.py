@@ -101,6 +101,7 @@ def _rows(source: GgufSource, name: str, dimension: int) -> int | None:
 
 
 def _olmoe(source: GgufSource) -> dict[str, Any]:
+    """Weights of chosen experts are not made to sum to one: published models say so, and files cannot say otherwise."""
     return {**_experts(source, "num_experts"), "norm_topk_prob": False}
 
 
@@ -256,13 +257,14 @@ def _mixture(source: GgufSource) -> dict[str, Any]:
     }
 
 
-_SIGMOID = 2
-"""Of llama.cpp's kinds of gating; 1 is softmax."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""Of llama.cpp's kinds of gating; 0 and none at all leave it open."""
 
 
 def _deepseek2(source: GgufSource) -> dict[str, Any]:
-    """V2 chooses experts by a softmax, V3 by sigmoids."""
-    newer = source.number("expert_gating_func", int, 1) == _SIGMOID
+    """V2 chooses experts by a softmax, V3 by sigmoids and a correction. Files that do not say which are told by that."""
+    corrected = any(name.endswith((".exp_probs_b", ".exp_probs_b.bias")) for name in source.tensors)
+    newer = (source.number("expert_gating_func", int, 0) or (_SIGMOID if corrected else _SOFTMAX)) == _SIGMOID
     latent = source.has("attention.key_length_mla")
     key = source.number("attention.key_length_mla" if latent else "attention.key_length", int)
     value = source.number("attention.value_length_mla" if latent else "attention.value_length", int)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from octavo.checkpoint.files import require_file
 from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 
@@ -199,6 +200,7 @@ def read_gguf(path: str) -> GgufFile:
     Raises:
         CheckpointError: unreadable, not GGUF, truncated or damaged; the message names the file and the place.
     """
+    require_file(path)
     wanted = _FIRST_READ
     while True:
         try:
@@ -225,8 +227,11 @@ def _parse(cursor: _Cursor) -> GgufFile:
     cursor.pos = 4
     version = cursor.u32()
     if version not in (2, 3):
-        hint = " It is big-endian." if version in (2 << 24, 3 << 24) else ""
-        raise CheckpointError(f"{cursor.path}: GGUF version {version} cannot be read, only little-endian 2 and 3.{hint}")
+        if version in (2 << 24, 3 << 24):
+            raise CheckpointError(
+                f"{cursor.path} is a big-endian GGUF file, and only little-endian ones can be read. Convert it again without --bigendian."
+            )
+        raise CheckpointError(f"{cursor.path}: GGUF version {version} cannot be read, only 2 and 3.")
     num_tensors, num_values = cursor.u64(), cursor.u64()
     # The smallest entries: an empty key with a one-byte value, a nameless tensor of one dimension.
     cursor.check(num_values * 13 + num_tensors * 32)

@@ -6,14 +6,13 @@ is a `CheckpointError` that names the file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.files import is_there, read_json_object, require_file
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.checkpoint.stand_in import stand_in
 from octavo.checkpoint.text_part import text_part
 from octavo.checkpoint.types import Checkpoint
 from octavo.errors import CheckpointError, UnsupportedModel
@@ -21,7 +20,6 @@ from octavo.errors import CheckpointError, UnsupportedModel
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
-_MAX_JSON_BYTES = 64 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files of older quantisers -> the method they stand for."""
@@ -32,29 +30,6 @@ _GGUF_SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises:
-        CheckpointError: unreadable, not JSON, or not an object.
-    """
-    try:
-        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, too many for a configuration file.")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror or e}.") from None
-    except json.JSONDecodeError as e:
-        if (what := stand_in(path)) is not None:
-            raise CheckpointError(what) from None
-        raise CheckpointError(f"{path} is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}.") from None
-    except (UnicodeDecodeError, RecursionError):
-        raise CheckpointError(f"{path} is not valid JSON text.") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
-    return value
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -69,15 +44,15 @@ def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any] | No
 
 def open_folder(folder: Path, name: str, overrides: Mapping[str, Any] | None, load_format: str) -> Checkpoint:
     """The checkpoint in a folder: config.json with safetensors (or no weights), else the one GGUF file in it."""
-    ggufs = sorted(p for p in folder.glob("*.gguf") if p.is_file())
-    if load_format == "gguf" or not (folder / CONFIG).is_file():
+    ggufs = sorted(p for p in folder.glob("*.gguf") if not p.is_dir())
+    if load_format == "gguf" or not is_there(folder / CONFIG):
         if ggufs:
             return open_gguf(_only_gguf(folder, ggufs), name, overrides, generation_from=folder)
         raise _not_a_model(folder, load_format)
     stored = read_json_object(folder / CONFIG)
     config = _checked_config(apply_overrides(stored | quantization_config(folder, stored), overrides), folder / CONFIG)
     config = text_part(config) or config
-    generation = read_json_object(folder / GENERATION_CONFIG) if (folder / GENERATION_CONFIG).is_file() else {}
+    generation = read_json_object(folder / GENERATION_CONFIG) if is_there(folder / GENERATION_CONFIG) else {}
     weights = () if load_format == "dummy" else safetensors_files(folder)
     if not weights and ggufs and load_format == "auto":
         return open_gguf(_only_gguf(folder, ggufs), name, overrides, generation_from=folder)
@@ -98,7 +73,7 @@ def quantization_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
     if isinstance(other := config.get("compression_config"), dict):
         return {"quantization_config": {"quant_method": "compressed-tensors", **other}}
     for name, method in _QUANTIZATION_FILES.items():
-        if (folder / name).is_file():
+        if is_there(folder / name):
             values = read_json_object(folder / name)
             usual = "squeezellm" if method == "awq" and "wbits" in values else method
             return {"quantization_config": {"quant_method": usual, **values}}
@@ -115,7 +90,7 @@ def open_gguf(file: Path, name: str, overrides: Mapping[str, Any] | None, genera
         )
     config = apply_overrides(gguf_hf_config(parsed.metadata, parsed.tensors), overrides)
     generation: dict[str, Any] = {}
-    if generation_from is not None and (generation_from / GENERATION_CONFIG).is_file():
+    if generation_from is not None and is_there(generation_from / GENERATION_CONFIG):
         generation = read_json_object(generation_from / GENERATION_CONFIG)
     else:
         generation = {ours: parsed.metadata[theirs] for theirs, ours in _GGUF_SAMPLING.items() if theirs in parsed.metadata}
@@ -137,22 +112,24 @@ def safetensors_files(folder: Path) -> tuple[str, ...]:
         CheckpointError: the index is malformed or names files that are not there.
     """
     index = folder / SAFETENSORS_INDEX
-    if index.is_file():
+    if is_there(index):
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
             raise CheckpointError(f'{index} has no "weight_map" from tensor names to files.')
         files = sorted(set(weight_map.values()))
         if outside := [f for f in files if Path(f).name != f]:
             raise CheckpointError(f"{index} names {outside[0]!r}; only files in the same folder are allowed.")
-        if missing := [f for f in files if not (folder / f).is_file()]:
+        if missing := [f for f in files if not is_there(folder / f)]:
             shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise CheckpointError(f"{folder}: {len(missing)} of {len(files)} weight files are missing: {shown}. Download it again.")
         return tuple(str(folder / f) for f in files)
     single = folder / "model.safetensors"
-    if single.is_file():
+    if is_there(single):
         return (str(single),)
     # Adapters are no model weights, and consolidated*.safetensors repeats them under other names.
     found = [p for p in sorted(folder.glob("*.safetensors")) if not p.name.startswith(("adapter_", "consolidated"))]
+    for path in found:
+        require_file(path)
     return tuple(str(p) for p in found)
 
 
@@ -171,7 +148,7 @@ def require_weights(checkpoint: Checkpoint) -> None:
             "(save_pretrained of transformers does), or take a safetensors or GGUF version of the model."
         )
     raise CheckpointError(
-        f"{folder} has a {CONFIG} but no weights (*.safetensors or *.gguf). Download them, or use --load-format dummy for random ones."
+        f"{folder} has a {CONFIG} but no weights (*.safetensors, pytorch_model.bin or *.gguf). Download them, or use --load-format dummy for random ones."
     )
 
 

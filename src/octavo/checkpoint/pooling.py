@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from octavo.checkpoint.files import is_there, read_json, read_json_object
 from octavo.checkpoint.gguf_config import POOLING_TYPES
-from octavo.checkpoint.local import read_json_object
 from octavo.checkpoint.types import Checkpoint
 from octavo.config.types import DenseLayer, PoolingConfig, PoolingKind
 from octavo.errors import CheckpointError, UnsupportedModel
@@ -90,12 +89,9 @@ def _gguf_pooling(metadata: Mapping[str, Any]) -> str | None:
 def _modules(folder: Path) -> list[Any] | None:
     """The entries of sentence-transformers' modules.json."""
     path = folder / "modules.json"
-    if not path.is_file():
+    if not is_there(path):
         return None
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} is not valid JSON: {e}.") from None
+    modules = read_json(path)
     if not isinstance(modules, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in modules):
         raise CheckpointError(f"{path} must hold a list of modules, each with a type.")
     return modules
@@ -115,7 +111,7 @@ def _sentence_transformer(folder: Path, modules: list[Any], positions: int | Non
             dense.append(_dense(where))
         elif name not in ("Transformer", "Dropout"):
             raise UnsupportedModel(f"{folder / 'modules.json'}: the module {name} is not supported. Supported: Pooling, Dense, Normalize.")
-    sizes = read_json_object(folder / "sentence_bert_config.json") if (folder / "sentence_bert_config.json").is_file() else {}
+    sizes = read_json_object(folder / "sentence_bert_config.json") if is_there(folder / "sentence_bert_config.json") else {}
     length = sizes.get("max_seq_length")
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise CheckpointError(f"{folder / 'sentence_bert_config.json'}: max_seq_length must be a whole number from 1, got {length!r}.")
@@ -126,7 +122,7 @@ def _sentence_transformer(folder: Path, modules: list[Any], positions: int | Non
 def _prompts(folder: Path) -> dict[str, str]:
     """Those that sentence-transformers would put in front of a text when asked to."""
     path = folder / "config_sentence_transformers.json"
-    stated = read_json_object(path).get("prompts") if path.is_file() else None
+    stated = read_json_object(path).get("prompts") if is_there(path) else None
     given = stated.items() if isinstance(stated, Mapping) else ()
     return {str(name): text for name, text in given if isinstance(text, str) and text}
 
@@ -159,7 +155,7 @@ def _dense(folder: Path) -> DenseLayer:
     name = activation.rpartition(".")[2]
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(f"{folder / 'config.json'}: activation {name} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
-    file = next((f for name in ("model.safetensors", "pytorch_model.bin") if (f := folder / name).is_file()), None)
+    file = next((f for name in ("model.safetensors", "pytorch_model.bin") if is_there(f := folder / name)), None)
     if file is None:
         raise CheckpointError(f"{folder} has no model.safetensors or pytorch_model.bin for its Dense layer.")
     return DenseLayer(str(file), _ACTIVATIONS[name])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint import bundled, catalog, hub
+from octavo.checkpoint.files import is_there
 from octavo.checkpoint.local import open_folder, open_gguf
 from octavo.checkpoint.types import Checkpoint, Progress
 from octavo.errors import CheckpointError, ModelNotFound
@@ -92,8 +93,9 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
     """Tokens that end a sequence: generation_config's, else config's, else the tokenizer's. Empty when none says so.
 
     Raises:
-        CheckpointError: eos_token_id is neither an id nor a list of ids.
+        CheckpointError: eos_token_id is neither an id nor a list of ids, be it in a file that another one outweighs.
     """
+    stated: list[list[int]] = []
     text_config = checkpoint.hf_config.get("text_config")
     for where, config in (
         ("generation_config.json", checkpoint.generation_config),
@@ -107,15 +109,22 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise CheckpointError(f"{checkpoint.path}: eos_token_id in {where} must be a token id or a list of them, got {value!r}.")
         if ids:
-            return tuple(dict.fromkeys(ids))
+            stated.append(ids)
+    if stated:
+        return tuple(dict.fromkeys(stated[0]))
     return () if tokenizer_eos is None else (tokenizer_eos,)
 
 
 def _look(name: str) -> tuple[Path, bool, bool]:
-    """`name` as a path, whether it is a folder, whether it is a file. Names that no path can have are neither."""
+    """`name` as a path, whether it is a folder, whether it is a file. Names that no path can have are neither.
+
+    Raises:
+        CheckpointError: it is there, and neither.
+    """
     try:
         path = Path(name).expanduser()
-        return path, path.is_dir(), path.is_file()
+        is_folder = path.is_dir()
+        return path, is_folder, not is_folder and is_there(path)
     except PermissionError:
         raise CheckpointError(f"{name} cannot be looked at: no permission.") from None
     except (OSError, ValueError, RuntimeError):  # too long, a NUL character, an unknown ~user

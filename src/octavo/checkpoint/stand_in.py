@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _POINTER = b"version https://git-lfs."
@@ -9,6 +10,8 @@ _POINTER = b"version https://git-lfs."
 
 def stand_in(path: str | Path) -> str | None:
     """A sentence that says what the file is and what to do; None: it is none of these."""
+    if not os.path.isfile(path):
+        return None
     try:
         with open(path, "rb") as file:
             begin = file.read(512)

@@ -213,6 +213,12 @@ def _model(
     vocab_size = hf_config.get("vocab_size")
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise CheckpointError(f"{name}: its config has no usable vocab_size (found {vocab_size!r}).")
+    if beyond := [token for token in eos_token_ids if not 0 <= token < vocab_size]:
+        rest = "at another of them" if len(beyond) < len(eos_token_ids) else "at a stop string, or at its longest"
+        warnings.append(
+            f"{name}: eos_token_id {', '.join(map(str, beyond[:4]))} is beyond the vocabulary ({vocab_size} tokens) and can never be written: "
+            f"replies end {rest}. Correct it in generation_config.json or config.json."
+        )
     limit = min(_context_limit(hf_config, name), longest or MAX_LENGTH)
     auto = args.max_model_len in ("auto", -1)
     asked = None if auto else _whole(args, "max_model_len")
@@ -237,6 +243,7 @@ def _model(
         logprobs_mode=args.logprobs_mode,
         implementation=args.model_impl,
         quantization=quantization,
+        served_name=(args.served_model_name or [""])[0],
     )
 
 
@@ -262,13 +269,23 @@ def _context_limit(hf_config: Mapping[str, Any], name: str) -> int:
     return limit
 
 
+_STORED_DTYPES = frozenset({*_DTYPES, "auto", "float64", "double", "int8", "uint8"})
+"""What a config may say of its weights, besides kinds of float8 and float4."""
+
+
 def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, warnings: list[str]) -> DTypeName:
+    stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    known = stated is None or str(stated).removeprefix("torch.") in _STORED_DTYPES or str(stated).removeprefix("torch.").startswith("float")
+    if args.dtype == "auto" and not known:
+        raise CheckpointError(
+            f"The config's dtype {stated!r} is no number format (float32, bfloat16, float16, ...). Correct it, or say what to compute in with --dtype."
+        )
     if args.dtype != "auto":
         dtype = _DTYPES[args.dtype]
     elif device.kind == "cpu":
         return "float32"
     else:
-        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16").removeprefix("torch.")
+        stored = str(stated or "float16").removeprefix("torch.")
         # Low-bit weights published as float16 were seldom checked for overflow in it; bfloat16 cannot overflow there.
         wide = hf_config.get("quantization_config") is not None and device.capability >= (8, 0)
         dtype = "bfloat16" if stored == "bfloat16" or wide else "float16"

@@ -92,8 +92,15 @@ class ModelConfig:
     """auto, octavo or transformers; see `EngineArgs.model_impl`."""
     quantization: str | None = None
     """How the weights are stored, or rounded while loading where the config has no quantization_config; None: not quantised."""
+    served_name: str = ""
+    """What clients call it, where that is another name than the user's; see `shown`."""
     pooling: PoolingConfig | None = None
     """The engine pools (embeddings, classes, scores) instead of generating."""
+
+    @property
+    def shown(self) -> str:
+        """Its name for clients, who are not to learn where it lies."""
+        return self.served_name or self.name
 
 
 @dataclass(frozen=True)

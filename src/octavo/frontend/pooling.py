@@ -160,7 +160,7 @@ class PoolingProcessor:
         pooling = config.model.pooling
         if pooling is None:
             raise InvalidRequest(
-                f"{config.model.name} was started to generate text. For embeddings, classes and scores start it with --runner pooling."
+                f"{config.model.shown} was started to generate text. For embeddings, classes and scores start it with --runner pooling."
             )
         self.labels = pooling.labels
         self._config = config
@@ -182,11 +182,11 @@ class PoolingProcessor:
         if (task in ("embed", "token_embed") and classifies) or (task == "classify" and not classifies):
             can = "classify, score" if classifies else "embed, token_embed, score"
             raise InvalidRequest(
-                f"{self._config.model.name} cannot do {task!r}. It can do: {can}.", param="task" if asked == given else None
+                f"{self._config.model.shown} cannot do {task!r}. It can do: {can}.", param="task" if asked == given else None
             )
         if task == "score" and len(self.labels) > 1:
             raise InvalidRequest(
-                f"Scores need a model with one class, or one that makes embeddings; {self._config.model.name} has {len(self.labels)} classes.",
+                f"Scores need a model with one class, or one that makes embeddings; {self._config.model.shown} has {len(self.labels)} classes.",
                 param="task" if asked == given else None,
             )
         return task

@@ -370,7 +370,7 @@ def check_generates(config: EngineConfig) -> None:
     """Raises InvalidRequest when the engine runs its model for something else than generating."""
     if config.model.pooling is not None:
         raise InvalidRequest(
-            f"{config.model.name} runs for pooling: it makes embeddings, classes or scores and does not generate. "
+            f"{config.model.shown} runs for pooling: it makes embeddings, classes or scores and does not generate. "
             "If it can generate, start it with --runner generate."
         )
 

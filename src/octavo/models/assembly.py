@@ -397,7 +397,9 @@ class Assembly:
         if missing:
             names = [self._source_name(name, part) for name, part in missing[:4]]
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-            raise CheckpointError(f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete?")
+            raise CheckpointError(
+                f"The checkpoint lacks {', '.join(names)}{more}. Is the download complete, and does {self._described_by} belong to it?"
+            )
         return Weights(self._tensors, self._linears, self._panels, self._kinds, self._complete_scales(), self._experts)
 
     def _complete_scales(self) -> dict[int, KvScales]:

@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 TRIAL = (9, 1, 1, 5)
 """Tokens of the steps that a trial sequence is computed in, to be compared with the whole."""
+OWN_ATTENTION_ALONE: Final = frozenset(
+    {"BloomForCausalLM", "MptForCausalLM", "MPTForCausalLM", "FalconForCausalLM", "StableLmForCausalLM", "StableLMEpochForCausalLM"}
+) | {"ExaoneForCausalLM", "LLaMAForCausalLM"}
+"""Architectures of ours that transformers cannot run for us: it does not know them, or does not let their attention be swapped. For where it
+is not installed, and cannot be asked."""
 _INSTEAD: Final = "Take another model, or run this one with transformers alone (transformers serve)."
 _NEAR = {torch.float32: 0.01, torch.float16: 0.15, torch.bfloat16: 0.15}
 """How far from each other results may be that differ by rounding alone, relative to their size."""
@@ -74,7 +79,7 @@ def lets_its_attention_be_swapped(name: str) -> bool:
     try:
         import transformers
     except ImportError:
-        return True  # it may, once transformers is there
+        return name not in OWN_ATTENTION_ALONE  # others may, once transformers is there
     return bool(getattr(getattr(transformers, name, None), "_supports_attention_backend", False))
 
 
@@ -153,7 +158,9 @@ def _build(config: EngineConfig, check_size: Callable[[int], None]) -> Any:
                 f"{config.model.path}: a wrapped model was saved: names begin with {wrapped.partition('.')[0]}. ({wrapped}). Save the model "
                 "inside the wrapper."
             )
-        raise CheckpointError(f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete?")
+        raise CheckpointError(
+            f"{config.model.path}: the checkpoint lacks {', '.join(missing[:4])}. Is the download complete, and does config.json belong to it?"
+        )
     if surplus := sorted(report["unexpected_keys"]):
         names = f"{', '.join(surplus[:4])}{', ...' if len(surplus) > 4 else ''}"
         logger.warning("%s: %d tensors have no place in %s and are left out: %s.", config.model.path, len(surplus), name, names)

@@ -10,12 +10,14 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from octavo.checkpoint.files import is_there, read_json_object, require_file
 from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 from octavo.ops.packed import EncodedRows
@@ -47,35 +49,36 @@ def weight_files(folder: str) -> list[str]:
     Raises:
         CheckpointError: none, or one that the index names is missing.
     """
-    if os.path.isfile(index := os.path.join(folder, _INDEX)):
+    if is_there(index := os.path.join(folder, _INDEX)):
         return _indexed_files(folder, index)
-    if os.path.isfile(single := os.path.join(folder, "model.safetensors")):
+    if is_there(single := os.path.join(folder, "model.safetensors")):
         return [single]
     try:
         names = sorted(os.listdir(folder))
     except OSError as e:
         raise CheckpointError(f"{folder}: cannot be read: {e}") from None
     if found := [os.path.join(folder, n) for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]:
+        for path in found:
+            require_file(path)
         return found
     if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         raise CheckpointError(
-            f"{folder}: has PyTorch pickle weights only, which are not read. Convert them: "
-            "load with transformers' from_pretrained and write with save_pretrained, which makes safetensors."
+            f"{folder}: has PyTorch weights, but not under the names that are read: pytorch_model.bin, or the files that "
+            "pytorch_model.bin.index.json lists. Rename them, or take a safetensors version of the model."
         )
-    raise CheckpointError(f"{folder}: holds no *.safetensors weights. For random weights use --load-format dummy.")
+    raise CheckpointError(f"{folder}: holds no weights (*.safetensors, or pytorch_model.bin). For random weights use --load-format dummy.")
 
 
 def _indexed_files(folder: str, index: str) -> list[str]:
+    stored = read_json_object(Path(index))
     try:
-        with open(index, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        names = sorted(set(stored["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{index}: not a sound index of safetensors files: {e!r}") from None
     for name in names:
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise CheckpointError(f"{index}: names the file {name!r}; only files of the same folder are allowed.")
-        if not os.path.isfile(os.path.join(folder, name)):
+        if not is_there(os.path.join(folder, name)):
             raise CheckpointError(f"{os.path.join(folder, name)}: missing, but {_INDEX} names it. Download the model again.")
     return [os.path.join(folder, name) for name in names]
 
@@ -89,6 +92,7 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
     Raises:
         CheckpointError: unreadable, truncated or corrupt; names the first tensor that is hurt.
     """
+    require_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             begins = {} if reader is None else _begins(path)
@@ -209,6 +213,8 @@ def _diagnosis(path: str) -> str | None:
         for end, name in sorted(entries):
             if 8 + header_size + end > size:
                 return f"tensor {name} ends at byte {8 + header_size + end}, the file has {size} (truncated?)"
+    except RecursionError:
+        return "its header is nested too deeply"
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         pass
     return None

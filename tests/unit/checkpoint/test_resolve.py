@@ -162,3 +162,9 @@ def test_catalog(tmp_path: Path) -> None:
 def test_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "fetch", lambda name, **_: model_folder(tmp_path / "snapshot"))
     assert catalog.pull("owner/name") == str(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1.5, [2, "x"]])
+def test_an_eos_that_is_none_is_said_even_where_another_file_outweighs_it(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"eos_token_id in config\.json must be a token id"):
+        eos_token_ids(checkpoint_with({"eos_token_id": 2}, {"eos_token_id": value}))

@@ -158,4 +158,18 @@ def test_quantisation_that_cannot_be(device: DeviceInfo, hf: dict[str, Any], set
 def test_a_card_without_float8_says_what_it_does_instead() -> None:
     stored = {"quantization_config": {"quant_method": "fp8"}}
     assert any("has no float8: the weights take 16 bits" in w for w in make(OLD_GPU, hf=stored).warnings)
-    assert not make(GPU, hf=stored).warnings
+    assert not any("float8" in w for w in make(GPU, hf=stored).warnings)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_a_dtype_that_is_none_is_said(device: DeviceInfo) -> None:
+    for stated in ("zork", 7, ["float32"]):
+        with pytest.raises(CheckpointError, match=r"The config's dtype .* is no number format .* --dtype"):
+            make(device, hf={"dtype": stated})
+        assert make(device, hf={"dtype": stated}, dtype="float32").model.dtype == "float32"
+    for stated in ("float32", "torch.bfloat16", "float8_e4m3fn", "auto", None):
+        make(device, hf={"torch_dtype": stated})
+
+
+def test_ends_beyond_the_vocabulary_are_said() -> None:
+    assert any("eos_token_id 900 is beyond the vocabulary (100 tokens)" in w for w in make().warnings)

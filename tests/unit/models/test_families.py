@@ -67,6 +67,58 @@ def test_qwen_windows(architecture: str) -> None:
         spec(architecture, use_sliding_window=True, layer_types=["full_attention"], **window)
 
 
+_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DOTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_COHERE2 = {"layer_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("GptOssForCausalLM", _MOE),
+        ("Gemma2ForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
+        ("Olmo3ForCausalLM", {}),
+        ("Cohere2ForCausalLM", _COHERE2),
+        ("Exaone4ForCausalLM", {}),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}),
+        ("MinistralForCausalLM", {}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}),
+        ("Dots1ForCausalLM", _DOTS),
+    ],
+)
+def test_layers_with_a_window_that_there_is_not(architecture: str, more: dict[str, Any]) -> None:
+    """They would see everything, or as much as some default, which is another model."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    assert spec(architecture, layer_types=kinds, sliding_window=32, **more).sliding_windows == (32, None, None)
+    assert set(spec(architecture, layer_types=["full_attention"] * 3, sliding_window=None, **more).sliding_windows) == {None}
+    with pytest.raises(CheckpointError, match=r"sliding_window must be .* layer_types .* got None"):
+        spec(architecture, layer_types=kinds, sliding_window=None, **more)
+
+
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "Gemma2ForCausalLM", "Olmo3ForCausalLM"])
+def test_an_architecture_of_windows_is_not_without(architecture: str) -> None:
+    more = _MOE if architecture.startswith("GptOss") else {}
+    assert any(spec(architecture, **more).sliding_windows)
+    with pytest.raises(CheckpointError, match=r"sliding_window must be .*, got None"):
+        spec(architecture, sliding_window=None, **more)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"])
+def test_windows_that_are_switched_off_but_listed(architecture: str) -> None:
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        spec(architecture, layer_types=["sliding_attention"] * 3, sliding_window=32, use_sliding_window=False)
+
+
 def test_qwen2_has_qkv_biases_only() -> None:
     qwen = spec("Qwen2ForCausalLM")
     assert (qwen.qkv_bias, qwen.attention_out_bias, qwen.mlp.bias) == (True, False, False)
@@ -199,3 +251,10 @@ def test_parts_cover_their_parameter_without_overlap() -> None:
             edges = sorted(parameter.parts.values())
             assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
             assert edges[-1][1] == parameter.shape[0]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "PhiForCausalLM"])
+def test_an_activation_of_null_is_said(architecture: str) -> None:
+    spec(architecture, hidden_act="absent")
+    with pytest.raises(CheckpointError, match="hidden_act must be the name of an activation, or left out, got None"):
+        spec(architecture, hidden_act=None)

@@ -196,3 +196,27 @@ def test_nothing_here_imports_transformers_or_torch(tmp_path: Path) -> None:
 def test_every_setting_read_here_exists() -> None:
     names = {f.name for f in dataclasses.fields(EngineArgs)}
     assert {"tokenizer", "tokenizer_mode", "chat_template", "chat_template_content_format", "download_dir", "hf_token"} <= names
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"chat_template": 7}, r"tokenizer_config\.json: chat_template must be a template's text, .* got 7"),
+        ({"bos_token": 5}, r"tokenizer_config\.json: bos_token must be a token's text, .* got 5"),
+        ({"eos_token": ["x"]}, r"tokenizer_config\.json: eos_token must be a token's text"),
+    ],
+)
+def test_entries_of_the_wrong_kind_are_said(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        load(folder_with(tmp_path, config))
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}", "{{ bos_token | }}"])
+def test_a_template_that_does_not_compile_is_said_at_the_start(tmp_path: Path, template: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load(folder_with(tmp_path, {"chat_template": template}))
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["The model's chat template is not valid"]
+    with pytest.raises(InvalidRequest, match="chat template is not valid"):
+        tokenizer.apply_chat_template(USER)
+    caplog.clear()
+    load(folder_with(tmp_path, {"chat_template": "{{ messages[0].content }}"}))
+    assert not caplog.records

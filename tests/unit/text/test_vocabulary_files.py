@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,15 @@ def test_a_folder_with_a_sentencepiece_model(tmp_path: Path, models: dict[str, P
     assert tokenizer.encode("the dog")[-1] == tokenizer.eos_token_id
     assert tokenizer.encode("the dog")[0] != bos
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast", "CodeLlamaTokenizerFast", "GemmaTokenizer"])
+def test_classes_that_tell_nothing_of_the_ids(tmp_path: Path, models: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "tokenizer.model").write_bytes(models["llama"].read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>"}))
+    text, tokenizer = "the dog", load(tmp_path)
+    assert tokenizer.encode(text, add_special_tokens=False) == spm.SentencePieceProcessor(model_file=str(models["llama"])).encode(text)
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from octavo.checkpoint.files import read_json_object
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.checkpoint.local import read_json_object
 from octavo.errors import CheckpointError, plain_text
 from octavo.weights.pickled import INDEX, open_pickled, pickled_files
 from octavo.weights.safetensors import open_safetensors
@@ -128,5 +130,29 @@ def test_which_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         pickled_files(str(tmp_path))
     (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(CheckpointError, match="weight_map"):
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
         pickled_files(str(tmp_path))
+
+
+def _cut(path: Path) -> None:
+    torch.save({"a": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _foreign(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("hello", "x")
+
+
+def _pickle_alone(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"a": [1] * 10}, protocol=4))
+
+
+@pytest.mark.parametrize("damage", [_cut, _foreign, _pickle_alone])
+def test_what_torch_advises_is_left_out(tmp_path: Path, damage: Callable[[Path], None], recwarn: pytest.WarningsRecorder) -> None:
+    """It is for who writes such files, or for torch's own developers."""
+    damage(path := tmp_path / "m.bin")
+    with pytest.raises(CheckpointError, match=r"m\.bin( holds|: not a sound PyTorch file: ).*[^ .?]\. (Download|Take) .*\.$") as told:
+        read(path)
+    assert not re.search(r"PyTorch\)|enforce|please|internal|If you|Could this", str(told.value))
+    assert not recwarn.list

@@ -54,8 +54,8 @@ def test_any_names_do_without_an_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "not a sound index"),
-        ("[]", "not a sound index"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object, not a list"),
         ('{"weight_map": 3}', "not a sound index"),
         ('{"weight_map": {"x": 3, "y": "a.safetensors"}}', "not a sound index"),
         ('{"weight_map": {"x": 3}}', "names the file 3"),
@@ -71,7 +71,7 @@ def test_bad_index(tmp_path: Path, index: str, message: str) -> None:
 
 def test_pickled_weights_are_named_with_what_to_do(tmp_path: Path) -> None:
     touch(tmp_path, "pytorch_model.bin", "config.json")
-    with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"PyTorch weights.*pytorch_model\.bin.*safetensors"):
         weight_files(str(tmp_path))
 
 

@@ -183,6 +183,7 @@ class PooledRequest(Schema):
     truncate_prompt_tokens: Int32 | None = None
     add_special_tokens: Bool | None = None
     use_activation: Bool | None = None
+    stream: Bool | None = Field(None, description="false: there is nothing to stream.")
 
 
 _INPUT = "A string, a list of strings, a list of token ids, or a list of such lists."

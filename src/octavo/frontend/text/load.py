@@ -6,14 +6,15 @@ less; what they do not cover goes through `transformers`, if that is installed. 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.checkpoint.files import is_there, read_json_object, read_text
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.checkpoint.local import read_json_object
 from octavo.checkpoint.resolve import tokenizer_source
 from octavo.checkpoint.stand_in import stand_in
 from octavo.checkpoint.types import Checkpoint
@@ -33,6 +34,8 @@ from octavo.frontend.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import tokenizers
 
+logger = logging.getLogger(__name__)
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,7 +51,7 @@ def load(checkpoint: Checkpoint, args: EngineArgs) -> Tokenizer:
     if source.is_file():
         metadata = checkpoint.gguf_metadata if str(source) == checkpoint.path else {}
         return _from_gguf(metadata or read_gguf(str(source)).metadata, str(source), override, args)
-    if args.tokenizer_mode != "slow" and (source / "tokenizer.json").is_file():
+    if args.tokenizer_mode != "slow" and is_there(source / "tokenizer.json"):
         return _from_folder(source, override, args)
     if args.tokenizer_mode != "slow" and (built := _from_vocabulary_file(source)) is not None:
         return _with_config(built, source, override, args)
@@ -88,8 +91,10 @@ def _from_folder(folder: Path, override: str | None, args: EngineArgs) -> Tokeni
     )
 
 
-_PLAIN_PIECES = frozenset({"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "CodeLlamaTokenizer"})
-"""Tokenizer classes whose ids are those of the SentencePiece model."""
+_PLAIN_PIECES = frozenset(
+    {"", "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
+) | {"TokenizersBackend", "PreTrainedTokenizerFast"}
+"""Tokenizer classes whose ids are those of the SentencePiece model; the last two are names for any that has no code of its own."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def _from_vocabulary_file(folder: Path) -> _Vocabulary | None:
     Raises:
         CheckpointError, UnsupportedModel: it has one, but that is damaged or needs code of its own.
     """
-    if (tekken := folder / "tekken.json").is_file():
+    if is_there(tekken := folder / "tekken.json"):
         ranked = read_tekken(tekken)
         names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         named = {role: name for role, name in names.items() if name in ranked.special}
@@ -120,7 +125,7 @@ def _from_vocabulary_file(folder: Path) -> _Vocabulary | None:
         return _Vocabulary(build_ranked(ranked, str(tekken)), named, True, template)
     config = _optional_json(folder / "tokenizer_config.json")
     model_type = str(_optional_json(folder / "config.json").get("model_type", ""))
-    model = next((p for p in (folder / "tokenizer.model", *sorted(folder.glob("tokenizer.model.v*"), reverse=True)) if p.is_file()), None)
+    model = next((p for p in (folder / "tokenizer.model", *sorted(folder.glob("tokenizer.model.v*"), reverse=True)) if is_there(p)), None)
     ranks = next(iter(sorted((*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")))), None)
     if ranks is None and model is not None and is_ranks(model):
         ranks = model
@@ -166,9 +171,13 @@ def _with_config(vocabulary: _Vocabulary, folder: Path, override: str | None, ar
     )
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
+
+
 def _from_transformers(folder: Path, override: str | None, args: EngineArgs) -> Tokenizer:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
-    if not any((folder / name).is_file() for name in names) and not any(folder.glob("*.tiktoken")):
+    names = (*_TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "sentencepiece.bpe.model", "config.json")
+    present = [name for name in names if is_there(folder / name)]  # all of them: the library opens whatever bears its names
+    if not set(present) & set(_TOKENIZER_FILES) and not any(folder.glob("*.tiktoken")):
         raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json). Give one with --tokenizer, or use --skip-tokenizer-init.")
     try:
         from transformers import AutoTokenizer
@@ -202,6 +211,14 @@ def _templates(named: Mapping[str, str], special: Mapping[str, Any], override: s
     content_format: Any = args.chat_template_content_format
     # An override replaces all of the model's templates: also the one for tools.
     templates = {DEFAULT: override} if override is not None else dict(named)
+    for name, source in templates.items():
+        if (problem := check_template(source)) is not None:
+            called = "chat template" if name == DEFAULT else f"chat template {name!r}"
+            logger.warning(
+                "The model's %s is not valid: %s. Conversations that need it are refused; start with --chat-template FILE to give another.",
+                called,
+                problem,
+            )
     return ChatTemplates(templates, dict(special), content_format, args.default_chat_template_kwargs)
 
 
@@ -226,8 +243,24 @@ def _template_override(given: str | None) -> str | None:
     return source
 
 
+def _checked_tokens(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a file says, if its special tokens and templates are of the kinds that those are.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for name in _SPECIAL:
+        token = values.get(name)
+        if token is not None and not isinstance(token, (str, dict)):
+            raise CheckpointError(f'{path}: {name} must be a token\'s text, or an object with it as "content", got {token!r}.')
+    template = values.get("chat_template")
+    if template is not None and not isinstance(template, (str, dict, list)):
+        raise CheckpointError(f"{path}: chat_template must be a template's text, or several by name, got {template!r}.")
+    return values
+
+
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
+    return _checked_tokens(read_json_object(path), path) if is_there(path) else {}
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -241,13 +274,10 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         elif isinstance(value, list):
             entries = [entry for entry in value if isinstance(entry, dict)]
             named |= {str(e.get("name")): e["template"] for e in entries if isinstance(e.get("template"), str)}
-    try:
-        if (folder / "chat_template.jinja").is_file():
-            named[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            named[path.stem] = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"A chat template in {folder} cannot be read: {e}.") from None
+    if is_there(folder / "chat_template.jinja"):
+        named[DEFAULT] = read_text(folder / "chat_template.jinja")
+    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        named[path.stem] = read_text(path)
     return named
 
 

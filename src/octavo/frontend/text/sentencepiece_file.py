@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from octavo.checkpoint.files import require_file
 from octavo.errors import CheckpointError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def read_pieces(path: Path) -> Pieces:
         CheckpointError: unreadable or not such a file.
         UnsupportedModel: it splits text into words or characters.
     """
+    require_file(path)
     try:
         if path.stat().st_size > _MAX_FILE:
             raise CheckpointError(f"{path} is too large for a SentencePiece model.")

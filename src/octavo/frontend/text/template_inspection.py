@@ -17,6 +17,8 @@ def check_template(source: str) -> str | None:
         parse_template(source)
     except jinja2.TemplateSyntaxError as e:
         return f"{e.message} (line {e.lineno})"
+    except RecursionError:
+        return "it is nested too deep"
     return None
 
 

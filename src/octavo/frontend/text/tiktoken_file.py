@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from octavo.checkpoint.local import read_json_object
+from octavo.checkpoint.files import read_json_object, require_file
 from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.frontend.text.gguf_tokenizer import GPT4O_WORDS, KIMI_WORDS, LLAMA3_WORDS, QWEN2_WORDS
 from octavo.frontend.text.token_bytes import byte_level_alphabet
@@ -106,6 +106,7 @@ def read_ranks(path: Path) -> list[bytes]:
     Raises:
         CheckpointError: unreadable, or not such a file.
     """
+    require_file(path)
     try:
         if path.stat().st_size > _MAX_FILE:
             raise CheckpointError(f"{path} is too large for a vocabulary.")
@@ -123,6 +124,7 @@ def read_ranks(path: Path) -> list[bytes]:
 
 def is_ranks(path: Path) -> bool:
     """Whether a file called tokenizer.model holds ranks, as those of Llama 3 do, and is no SentencePiece model."""
+    require_file(path)
     try:
         with path.open("rb") as file:
             line = file.readline(4096).split()

@@ -139,7 +139,11 @@ def activation_of(config: HfConfig, key: str = "hidden_act", default: str = "sil
 
     Raises:
         UnsupportedModel: it is not known, or not in a gated block.
+        CheckpointError: it is no name.
     """
+    otherwise = config.has("activation_function") or config.has("hidden_activation")
+    if key == "hidden_act" and config.values.get(key, default) is None and not otherwise:
+        raise config.fail(key, "the name of an activation, or left out")
     name = config.text(key, default)
     allowed = [known for known, ours in ACTIVATIONS.items() if not gated or ours not in UNGATED_ONLY]
     if name not in allowed:
@@ -151,14 +155,22 @@ def layer_windows(config: HfConfig, window: int | None, default: Callable[[int],
     """The window of each layer: `layer_types` says which layers have one, else `default` does.
 
     Raises:
-        CheckpointError: `layer_types` is not one known kind a layer.
+        CheckpointError: `layer_types` is not one known kind a layer, or layers are to have a window and the config says that there is none.
     """
     layers = config.integer("num_hidden_layers")
     kinds = config.values.get("layer_types")
+    denied = config.values.get("sliding_window", window) is None
     if kinds is None:
-        return tuple(window if default(i) else None for i in range(layers))
+        windows = tuple(window if default(i) else None for i in range(layers))
+        if denied and any(windows):
+            raise config.fail("sliding_window", "a whole number from 1: this architecture has layers with a window")
+        return windows
     if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.fail("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
+    if "sliding_attention" in kinds and (denied or window is None):
+        raise config.fail(
+            "sliding_window", "a whole number from 1, and in use (use_sliding_window), since layer_types has layers with sliding_attention"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -187,9 +199,8 @@ def biases(names: Mapping[str, Target]) -> dict[str, Target]:
 
 def windows_of_upper_layers(config: HfConfig) -> tuple[int | None, ...]:
     """Qwen's rule: with `use_sliding_window`, layers from `max_window_layers` on slide. `layer_types` wins where it is given."""
-    layers = config.integer("num_hidden_layers")
     if not config.flag("use_sliding_window") or not config.has("sliding_window"):
-        return (None,) * layers
+        return layer_windows(config, None)
     first = config.integer("max_window_layers", 28, minimum=0)
     return layer_windows(config, config.integer("sliding_window"), lambda layer: layer >= first)
 

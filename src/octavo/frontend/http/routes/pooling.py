@@ -165,7 +165,13 @@ async def _answer(
     body: PooledRequest,
     work: Callable[[RequestTracker], Coroutine[Any, Any, dict[str, Any]]],
 ) -> Response:
-    """Do the work of a request while its client is there, and log it."""
+    """Do the work of a request while its client is there, and log it.
+
+    Raises:
+        InvalidRequest: the client waits for a stream, and would find an answer that it cannot read.
+    """
+    if body.stream:
+        raise InvalidRequest("stream must be false or left out: what is pooled comes as a whole.", param="stream")
     job_id = request_id(request, prefix, body.request_id)
     tracker = RequestTracker(job_id, request.url.path, client_of(request), ctx.settings)
     ctx.claim(job_id, _runs_to_its_end)
