@@ -73,7 +73,7 @@ def python_list(tools: Tools, special: Special) -> str:
     rules, calls, names = [], [], []
     heads: dict[str, list[str]] = {"first": [], "marked": []}
     start_mark = special.get(python.START)
-    behind = "BLANKS" if start_mark is not None else f"TEXT {quoted(python.START)} BLANKS"
+    behind = "BLANKS" if start_mark is not None else f"FREE {quoted(python.START)} BLANKS"
     bad = "" if start_mark is not None else f" | TEXT {quoted(python.START)} BLANKS"
     for i, tool in enumerate(tools):
         name = str(tool["name"])
@@ -90,7 +90,7 @@ def python_list(tools: Tools, special: Special) -> str:
             firsts.append(f'{quoted(argument.name)} SPACE? "=" SPACE? {rest}')
             for where, prefix in (("first", "BLANKS"), ("marked", behind)):
                 rules.append(
-                    f'{where}_{i}_{k}[lazy]: ({prefix} "[" BLANKS {quoted(name)} / */ "(" PY_BLANKS {quoted(argument.name)} PY_BLANKS "="){"" if prefix == "BLANKS" else " & ~BAD"}'
+                    f'{where}_{i}_{k}[lazy]: ({prefix} "[" BLANKS {quoted(name)} / */ "(" PY_BLANKS {quoted(argument.name)} PY_BLANKS "=")'
                 )
                 heads[where].append(f"{where}_{i}_{k} SPACE? {rest}")
             if argument.required:
@@ -176,7 +176,7 @@ def deepseek_calls(tools: Tools, special: Special) -> str:
 def channels(tools: Tools, special: Special) -> str:
     """Messages with headers, of which those to a function are calls. See `HarmonyParser`."""
     channel, message = harmony.CHANNEL, harmony.MESSAGE
-    rules, calls = [], []
+    rules, calls, free, end = [], [], "", ""
     for i, tool in enumerate(tools):
         rules.append(arguments_rule(i, tool))
         to = f'"to=" "functions."? {quoted(str(tool["name"]))}'
@@ -201,9 +201,9 @@ def channels(tools: Tools, special: Special) -> str:
         free = f" | FREE <[{special[channel]}]> NO_CALL <[{special[message]}]>"
         free += _free([mark for mark in ("<|end|>", "<|call|>", "<|return|>") if mark in special], special)
         if harmony.START in special:
-            free += f" | FREE <[{special[harmony.START]}]> NO_CALL"
-    else:
-        free = ""
+            beginning = f"<[{special[harmony.START]}]> NO_CALL"
+            free += f" | FREE {beginning} (<[{special[channel]}]> NO_CALL)? <[{special[message]}]>"
+            end = f" ({beginning})?"
     rules.append(f"NO_MESSAGE: TEXT & ~(TEXT {quoted(message)} TEXT)")
     rules.append("NO_CALL: TEXT & ~(TEXT /to=[\\w.\\-]/ TEXT)")
-    return "\n".join([f"start: ({' | '.join(calls)}{free})* FREE", "FREE: TEXT", _TERMINALS, *rules])
+    return "\n".join([f"start: ({' | '.join(calls)}{free})* FREE{end}", "FREE: TEXT", _TERMINALS, *rules])
