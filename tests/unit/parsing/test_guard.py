@@ -68,7 +68,7 @@ SPELLINGS: dict[str, list[str]] = {
         '<|channel|>commentary to=f<|message|>{"n": @}',
         '<|channel|>analysis<|message|>why<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"n": @}',
     ],
-    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), [text.replace("@n@", '"n": @') for text in DEEPSEEK]),
+    **{name: [text.replace("@n@", '"n": @') for text in DEEPSEEK] for name in ("deepseek_v3", "deepseek_v31")},
 }
 for _name, _mark in TAGGED.items():
     _end = "</tool_call>" if _name in CLOSED else ""

@@ -224,8 +224,8 @@ def _reasoning_marks(
     tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool
 ) -> OutputConstraint | None:
     """How the end of the reasoning is recognised: by its text, or by control tokens. None where there is no reasoning."""
-    if reasoning is None or form.closed:
-        return None
+    if reasoning is None or form.closed or (reasoning.harmony and form.guarded):
+        return None  # (there are none, or the grammar has the whole reply: calls may come in any of its messages)
 
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
