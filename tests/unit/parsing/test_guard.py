@@ -154,6 +154,57 @@ def test_what_is_no_call_stays_possible(name: str, special: bool) -> None:
             assert possible(name, text, special), text
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_nothing_stands_behind_the_arguments_of_a_message(special: bool) -> None:
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}'
+    assert possible("openai", call + "<|end|><|start|>assistant<|channel|>final<|message|>Done.", special)
+    assert possible("openai", call + "<|end|><|start|>assistant" + call, special)
+    assert not possible("openai", call + " and more", special)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
+def test_arguments_written_one_by_one(name: str) -> None:
+    """Each kind of value as it may be, and as it may not."""
+    properties = {
+        "kind": {"type": "string", "enum": ["a", "it's"]},
+        "size": {"type": "string", "minLength": 2, "maxLength": 3},
+        "on": {"type": "boolean"},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/part"}},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["kind"], "$defs": {"part": {"type": "integer"}}}
+    compiler = GrammarCompiler()
+    compiler.set_vocabulary(Vocabulary([bytes([i]) for i in range(256)] + [b"<eos>"], [EOS], [EOS]))
+    grammar = optional_calls(TOOL_FORMATS[name], [{"name": "f", "parameters": schema, "strict": True}], {})
+    compiled = compiler.compile(grammar)
+
+    def written(**values: str) -> str:
+        if name == "pythonic":
+            return f"[f({', '.join(f'{key}={value}' for key, value in values.items())})]"
+        plain = {key: value.strip('"') for key, value in values.items()}
+        return "<function=f>" + "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in plain.items()) + "</function>"
+
+    def allowed(text: str) -> bool:
+        matcher = compiler.matcher(compiled)
+        return all(map(matcher.accept, text.encode())) and matcher.complete
+
+    fine: list[dict[str, str]] = [
+        {"kind": '"a"'}, {"kind": '"it\'s"', "size": '"xyz"'}, {"kind": '"a"', "on": "true"}, {"kind": '"a"', "list": "[1, 2]"},
+        {"kind": '"a"', "size": '"xy"', "on": "false", "list": "[]"},
+    ]  # fmt: skip
+    wrong: list[dict[str, str]] = [
+        {"kind": '"c"'}, {"kind": '"a"', "size": '"x"'}, {"kind": '"a"', "size": '"wxyz"'}, {"kind": '"a"', "on": "1"},
+        {"kind": '"a"', "list": '["x"]'}, {"size": '"xyz"'}, {"kind": '"a"', "other": "1"},
+    ]  # fmt: skip
+    form = ReplyFormat(TOOL_FORMATS[name], {"f": schema}, guarded=True)
+    for values in fine:
+        assert allowed(written(**values)), values
+        (call,) = read_whole(form, written(**values)).calls
+        assert json.loads(call.arguments) == {key: json.loads(value) for key, value in values.items()}
+    for values in wrong:
+        assert read_whole(form, written(**values)).calls, values
+        assert not allowed(written(**values)), values
+
+
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>",
     "<function=f>", "<function=get-time>", "<parameter=n>", "</parameter>", "</function>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",

@@ -183,7 +183,8 @@ def channels(tools: Tools, special: Special) -> str:
         if channel in special and message in special:
             rules.append(f"CALL_{i}: /[ ]*(commentary|analysis)[ ]+/ {to} /[ ]*(json[ ]*)?/")
             constrain = f" (<[{special[harmony.CONSTRAIN]}]> /[ ]*json[ ]*/)?" if harmony.CONSTRAIN in special else ""
-            calls.append(f"FREE <[{special[channel]}]> CALL_{i}{constrain} <[{special[message]}]> SPACE? arguments_{i}")
+            role = f"(<[{special[harmony.START]}]> NO_CALL)? " if harmony.START in special else ""
+            calls.append(f"FREE {role}<[{special[channel]}]> CALL_{i}{constrain} <[{special[message]}]> SPACE? arguments_{i}")
             if harmony.START in special:
                 rules.append(f"ROLE_{i}: /[ ]*assistant[ ]+/ {to} / */")
                 calls.append(
@@ -206,4 +207,8 @@ def channels(tools: Tools, special: Special) -> str:
             end = f" ({beginning})?"
     rules.append(f"NO_MESSAGE: TEXT & ~(TEXT {quoted(message)} TEXT)")
     rules.append("NO_CALL: TEXT & ~(TEXT /to=[\\w.\\-]/ TEXT)")
-    return "\n".join([f"start: ({' | '.join(calls)}{free})* FREE{end}", "FREE: TEXT", _TERMINALS, *rules])
+    call = f"({' | '.join(calls)}) SPACE?"
+    # Arguments go on up to the end of their message, which the last one may lack.
+    ends = " | ".join(_mark(mark, special) for mark in harmony.ENDS)
+    start = f"start: ({call} ({ends}){free})* (FREE{end} | {call})"
+    return "\n".join([start, "FREE: TEXT", _TERMINALS, *rules])
