@@ -34,6 +34,8 @@ OTHER: (STRING & ~/"(name|tool_name|function|arguments|parameters|args)"/) COLON
 HARMLESS: /"(type|id)"/ COLON SCALAR
 NAME_KEY: /"(name|tool_name|function)"/ COLON
 ARGUMENTS_KEY: /"(arguments|parameters|args)"/ BLANKS ":"
+THEN_ARGUMENTS: NEXT (OTHER NEXT)* ARGUMENTS_KEY
+NO_ARGUMENTS: (NEXT HARMLESS)* (NEXT | BLANKS) "}"
 W: /[ \n\r\t]{0,40}/
 SPACE: /[ \n\r\t]{1,40}/
 EXTRA: /"(type|id)"/ W ":" W /"[^"\\\x00-\x1f]{0,100}"/
@@ -183,15 +185,17 @@ class _Objects:
                 word = json.dumps(f'"{tool}"', ensure_ascii=False)
                 for nested, start in (("", ""), ("_nested", '(OTHER NEXT)* "\\"function\\"" COLON OPEN ')):
                     outer = " TAIL" if nested else ""
-                    whole = f"{opening}OPEN {start}(OTHER NEXT)* NAME_KEY {word} NEXT (OTHER NEXT)* ARGUMENTS_KEY"
-                    head = self._head(f"{name}_{kind}{nested}_{i}", prefix, whole)
+                    shared = f"{name}_{kind}{nested}".upper()
+                    self._rule(shared, f": {prefix} {opening}OPEN {start}(OTHER NEXT)* NAME_KEY")
+                    head = self._head(f"{name}_{kind}{nested}_{i}", shared, f"{word} THEN_ARGUMENTS")
                     null = ' | SPACE? "null"' if self._empty[i] else ""
                     one.append(f"{head} (SPACE? arguments_{i}{null}) TAIL{outer}")
                     if self._empty[i]:
                         alone = start.replace("OTHER", "HARMLESS")
-                        whole = f'{opening}OPEN {alone}(HARMLESS NEXT)* NAME_KEY {word} (NEXT HARMLESS)* (NEXT | BLANKS) "}}"'
-                        one.append(f"{self._head(f'{name}_{kind}{nested}_empty_{i}', prefix, whole)}{outer}")
-            objects.append(f"({' | '.join(one)})" + (" more* LIST_END" if kind == "list" else ""))
+                        self._rule(f"{shared}_ALONE", f": {prefix} {opening}OPEN {alone}(HARMLESS NEXT)* NAME_KEY")
+                        head = self._head(f"{name}_{kind}{nested}_empty_{i}", f"{shared}_ALONE", f"{word} NO_ARGUMENTS")
+                        one.append(f"{head}{outer}")
+            objects.append(f"({' | '.join(one)})" + (" more_bare* LIST_END" if kind == "list" else ""))
         return " | ".join(objects)
 
     def _bodies(self) -> None:
