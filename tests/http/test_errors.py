@@ -453,3 +453,15 @@ def test_a_kept_response_cannot_be_streamed(server: RunningServer) -> None:
     kept = server.post("/v1/responses", {"input": "x"}).json()["id"]
     assert error_of(server.http.get(f"/v1/responses/{kept}?stream=true"), 400)["type"] == "NotImplementedError"
     assert error_of(server.http.get("/v1/responses/resp_none?stream=true"), 404)["param"] == "response_id"
+
+
+def test_several_slashes_before_a_path_are_one(server: RunningServer) -> None:
+    body = {"prompt": "hi", "max_tokens": 1}
+    assert server.http.post(f"{server.http.base_url}".rstrip("/") + "//v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/responses/compact"), ("GET", "/v1/chat/completions")])
+def test_known_routes_that_are_not_here_say_so(server: RunningServer, method: str, path: str) -> None:
+    reply = server.http.request(method, path)
+    assert reply.status_code == 501
+    assert f"{method} {path}" in reply.json()["error"]["message"]

@@ -225,3 +225,11 @@ def test_a_thinking_budget_holds_where_the_model_reasons(checkpoint: Path, tmp_p
         assert held.reasoning_stop_ids == server.tokens("</think>")
         assert constraint(server, type="adaptive") is None
         assert constraint(server, type="disabled") is None
+
+
+def test_replies_have_the_id_of_their_request(server: RunningServer) -> None:
+    fine = server.post(PATH, {"max_tokens": 5, "messages": HI})
+    assert fine.headers["request-id"].startswith("req_")
+    refused = server.post(PATH, {"max_tokens": 0, "messages": HI})
+    assert refused.headers["request-id"] == refused.json()["request_id"]
+    assert "request-id" not in server.http.get("/v1/models").headers

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.frontend.http.settings import ServerSettings
+from octavo.frontend.parsing.formats import TOOL_FORMATS
 from tests.support.http_server import RunningServer, running_server
 
 PATH = "/v1/chat/completions"
@@ -396,3 +397,38 @@ def test_a_pattern_that_looks_ahead_is_left_out_unless_the_tool_is_strict(server
     strict = server.post("/v1/chat/completions", {**body, "tools": [{"type": "function", "function": {**function, "strict": True}}]})
     assert strict.status_code == 400
     assert "$.properties.a" in strict.json()["error"]["message"]
+
+
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_strict_tools_are_guarded_in_every_format(checkpoint: Any, name: str) -> None:
+    with running_server(checkpoint, ServerSettings(tool_call_parser=name)) as server:
+        ask(server, "Fine.", tools=[STRICT])
+        assert "FREE" in grammar_of(server)
+        assert "weather" in grammar_of(server)
+
+
+def test_a_strict_schema_that_a_format_cannot_hold_is_refused(checkpoint: Any) -> None:
+    schema = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    with running_server(checkpoint, ServerSettings(tool_call_parser="qwen3_coder")) as server:
+        reply = server.post(PATH, {"messages": HI, "tools": [tool]})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "tools"
+        assert "format of a string" in reply.json()["error"]["message"]
+        tool["function"]["strict"] = False  # type: ignore[index]
+        assert server.post(PATH, {"messages": HI, "tools": [tool]}).status_code == 200
+
+
+def test_channels_with_strict_tools_are_held_from_their_beginning(checkpoint: Any) -> None:
+    settings = ServerSettings(tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    with running_server(checkpoint, settings) as server:
+        ask(server, "<|channel|>final<|message|>Fine.", tools=[STRICT])
+        constraint = server.fake.seen[-1].sampling.constraint
+        assert constraint is not None
+        assert (constraint.reasoning_end_ids, constraint.reasoning_end) == ([], "")
+        refused = server.post(PATH, {"messages": HI, "tools": [STRICT], "thinking_token_budget": 5})
+        assert refused.json()["error"]["param"] == "thinking_token_budget"
+        assert "strict tools" in refused.json()["error"]["message"]

@@ -197,7 +197,11 @@ class Constraint:
 def blamed(request: Request) -> str | None:
     """The field of a request that its constraint comes from."""
     spec = request.sampling.constraint
-    return None if spec is None else spec.field.partition(".")[0]
+    if spec is None:
+        return None
+    if not spec.grammar and spec.reasoning_budget is not None:
+        return "thinking_token_budget"
+    return spec.field.partition(".")[0]
 
 
 @dataclass(frozen=True)

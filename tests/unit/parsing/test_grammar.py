@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from octavo.frontend.parsing.formats import TOOL_FORMATS, CallSyntax
-from octavo.frontend.parsing.grammar import optional_calls, required_calls
+from octavo.frontend.parsing.grammar import required_calls
+from octavo.frontend.parsing.guard import optional_calls
 from octavo.frontend.parsing.reply import ReplyFormat, read_whole
 from octavo.grammar.compiler import GrammarCompiler, Matcher
 from octavo.protocol.engine import Vocabulary
@@ -71,7 +72,7 @@ def test_calls_that_must_be_made(name: str, special: bool) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_that_may_be_made(name: str, special: bool) -> None:
     syntax, marks = syntax_of(name), special_tokens(name, special)
-    grammar = optional_calls(syntax, TOOLS, marks)
+    grammar = optional_calls(TOOL_FORMATS[name], TOOLS, marks)
     bare = name in ("json", "llama3_json")
     for text in ("hello, world", "", written(syntax, ("f", '{"a": 1}'))):
         matcher = follow(grammar, text, marks)

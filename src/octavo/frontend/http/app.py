@@ -15,7 +15,7 @@ from octavo.frontend.http.batches.service import BatchService
 from octavo.frontend.http.context import ServerContext
 from octavo.frontend.http.errors import install_error_handlers
 from octavo.frontend.http.messages.errors import respond
-from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, RequestIds, RootPath, UnknownParameters
+from octavo.frontend.http.middleware import ApiKeys, ErrorBoundary, HttpMetricsLayer, OneSlash, RequestIds, RootPath, UnknownParameters
 from octavo.frontend.http.peers import Alone, Peers
 from octavo.frontend.http.routes import (
     batches,
@@ -121,6 +121,7 @@ def _add_layers(app: FastAPI, settings: ServerSettings, metrics: Metrics) -> Non
     app.add_middleware(RequestIds, echo=settings.enable_request_id_headers)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
+    app.add_middleware(OneSlash)
 
 
 def _metrics(llm: AsyncLLM, model_name: str) -> Metrics:

@@ -113,6 +113,13 @@ async def _plan(ctx: ServerContext, request: Request, body: ChatRequest, job_id:
     params.structured_outputs, params.constraint = plan.wish, plan.marks
     if params.thinking_token_budget is not None and plan.form.closed:
         params.thinking_token_budget = None  # the prompt says not to reason: nothing to limit
+    harmony = plan.form.reasoning is not None and plan.form.reasoning.harmony
+    if params.thinking_token_budget is not None and harmony and plan.form.guarded:
+        raise InvalidRequest(
+            "thinking_token_budget cannot be combined with strict tools where calls stand between the reasoning, as this model has them: "
+            "leave out one of them.",
+            param="thinking_token_budget",
+        )
     if plan.keeps_special_tokens:
         params.skip_special_tokens = False
     if truncation is not None:

@@ -48,8 +48,21 @@ class RootPath:
         await self.app(scope, receive, send)
 
 
+class OneSlash:
+    """Takes a path with several slashes at its beginning, which a base address that ends in one makes, for the one that is meant."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("//"):
+            scope["path"] = "/" + scope["path"].lstrip("/")
+            scope["raw_path"] = b"/" + scope.get("raw_path", scope["path"].encode()).lstrip(b"/")
+        await self.app(scope, receive, send)
+
+
 class RequestIds:
-    """Gives every request an id (state.request_id); sends it back as X-Request-Id when asked to."""
+    """Gives every request an id (state.request_id); sends it back as X-Request-Id when asked to, and as request-id to Anthropic's clients."""
 
     def __init__(self, app: ASGIApp, echo: bool) -> None:
         self.app = app
@@ -60,15 +73,21 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
-        if not self.echo:
+        headers = Headers(scope=scope)
+        theirs = reads_this_shape(route_path(scope), headers)
+        if not self.echo and not theirs:
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        given = headers.get("x-request-id", "")
         shown = given if _SAFE_ID.fullmatch(given) else scope["state"]["request_id"]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = shown
+                sent = MutableHeaders(scope=message)
+                if self.echo:
+                    sent["X-Request-Id"] = shown
+                if theirs:
+                    sent["request-id"] = f"req_{scope['state']['request_id']}"
             await send(message)
 
         await self.app(scope, receive, send_with_id)

@@ -15,7 +15,8 @@ from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.structured import Wish
 from octavo.frontend.http.tools import ToolUse
 from octavo.frontend.parsing.formats import GENERIC, CallSyntax, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
-from octavo.frontend.parsing.grammar import MAX_CALLS, optional_calls, required_calls
+from octavo.frontend.parsing.grammar import MAX_CALLS, required_calls
+from octavo.frontend.parsing.guard import CannotGuard, optional_calls
 from octavo.frontend.parsing.reply import ReplyFormat
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import inline_json, json_options
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 BLAME_SECONDS = 5.0
 """How long it is looked for the tool that makes a grammar unusable."""
+
+_OBJECTS = CallSyntax('{"name": "', '", "arguments": ', "}")
+"""To try the schema of one tool, in whatever format."""
 
 _ALPHABET = string.ascii_letters + string.digits
 _HARMONY_ANSWER = "<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -98,6 +102,7 @@ async def plan_reply(
         max_calls=None if most > 1 else 1,
         whole_calls=stops,
         must_call=use.must_call,
+        guarded=use.strict and not use.must_call and wish is None,
     )
     structured = await _grammar(llm, tokenizer, use, tools, wish, most, client)
     if beam and structured is not None:
@@ -146,19 +151,23 @@ async def _grammar(
         _check_combination(use, wish)
         if not use.must_call and (syntax is None or not _is_json(wish.params)):
             return await wish.check(llm, client)
-    if not use.must_call and (syntax is None or not use.strict or wish is not None):
-        if wish is None:
-            return None
+    special = tokenizer.special_tokens
+    if use.must_call:
+        assert syntax is not None
+        return await _checked(llm, required_calls(syntax, use.functions, special, most=most), use, special, client)
+    if wish is not None:
         assert syntax is not None
         # An answer of the wished form, or calls instead of it.
         await wish.check(llm, client)
-        text = f"{required_calls(syntax, use.functions, tokenizer.special_tokens, most=most)}\n{_answer(wish.params)}"
-        both = StructuredOutputsParams(grammar=text.replace("start: ", "start: answer | ", 1))
-        return await _checked(llm, both, use, syntax, tokenizer.special_tokens, client)
-    assert syntax is not None
-    write = required_calls if use.must_call else optional_calls
-    text = write(syntax, use.functions, tokenizer.special_tokens, most=most)
-    return await _checked(llm, StructuredOutputsParams(grammar=text), use, syntax, tokenizer.special_tokens, client)
+        text = f"{required_calls(syntax, use.functions, special, most=most)}\n{_answer(wish.params)}"
+        return await _checked(llm, text.replace("start: ", "start: answer | ", 1), use, special, client)
+    if tools is None or not use.strict:
+        return None
+    try:
+        text = optional_calls(tools, use.functions, special)
+    except CannotGuard as error:
+        raise InvalidRequest(str(error), param="tools") from None
+    return await _checked(llm, text, use, special, client)
 
 
 def _check_combination(use: ToolUse, wish: Wish) -> None:
@@ -193,10 +202,9 @@ def _answer(params: StructuredOutputsParams) -> str:
     return f"answer: {inline_json(schema, options)}"
 
 
-async def _checked(
-    llm: AsyncLLM, params: StructuredOutputsParams, use: ToolUse, syntax: CallSyntax, special: Mapping[str, int], client: str
-) -> StructuredOutputsParams:
-    """`params`, if they can be used; if not, the tool that is to blame is named."""
+async def _checked(llm: AsyncLLM, grammar: str, use: ToolUse, special: Mapping[str, int], client: str) -> StructuredOutputsParams:
+    """`grammar`, if it can be used; if not, the tool that is to blame is named."""
+    params = StructuredOutputsParams(grammar=grammar)
     try:
         await llm.check_structured_outputs(params, client)
     except InvalidRequest as error:
@@ -204,7 +212,7 @@ async def _checked(
         for i, function in enumerate(use.functions):
             if time.monotonic() > deadline:
                 break
-            alone = StructuredOutputsParams(grammar=required_calls(syntax, [function], special, most=1))
+            alone = StructuredOutputsParams(grammar=required_calls(_OBJECTS, [function], special, most=1))
             try:
                 await llm.check_structured_outputs(alone, client)
             except InvalidRequest as blamed:
@@ -218,8 +226,8 @@ def _reasoning_marks(
     tokenizer: Tokenizer, reasoning: ReasoningFormat | None, form: ReplyFormat, *, must_call: bool
 ) -> OutputConstraint | None:
     """How the end of the reasoning is recognised: by its text, or by control tokens. None where there is no reasoning."""
-    if reasoning is None or form.closed:
-        return None
+    if reasoning is None or form.closed or (reasoning.harmony and form.guarded):
+        return None  # (there are none, or the grammar has the whole reply: calls may come in any of its messages)
 
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)

@@ -10,6 +10,8 @@ from octavo.frontend.parsing.machine import JsonSpan, arguments_text, beginning_
 
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
+_NAMES = (*NAME_KEYS, "function")
+"""Keys of a guarded call that a name may stand at."""
 _OTHER_KEYS = {"type", "id", "function"}
 """Keys that a call may have besides."""
 
@@ -28,10 +30,24 @@ class CallObject:
         known: names that calls may have; None for any.
         start: called with the name.
         arguments: called with pieces of the arguments.
+        guarded: read only what the grammar of strict tools guards, and that a regular expression can tell from other JSON: before the
+            arguments (or, behind a marker, the name) nothing is nested, and names and keys are written without escapes.
+        empty: guarded, and any JSON may stand here: names of tools that a call without arguments is right for.
     """
 
-    def __init__(self, known: Container[str] | None, start: Callable[[str], None], arguments: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        known: Container[str] | None,
+        start: Callable[[str], None],
+        arguments: Callable[[str], None],
+        *,
+        guarded: bool = False,
+        empty: Container[str] = (),
+    ) -> None:
         self._known = known
+        self._guarded, self._empty = guarded, empty
+        self._inner: CallObject | None = None
+        """Guarded: the object of "function", which holds name and arguments."""
         self._start = start
         self._arguments = arguments
         self._name: str | None = None
@@ -99,7 +115,7 @@ class CallObject:
         self._key += char
         if self._span.done:
             try:
-                self._key = str(json.loads(self._key))
+                self._key = self._key[1:-1] if self._guarded else str(json.loads(self._key))
             except ValueError:
                 raise NotACall from None
             self._state = self._before_value
@@ -119,7 +135,9 @@ class CallObject:
             if not begun:
                 self._begin_value(char)
             self._value += char
-            if self._streams:
+            if self._inner is not None:
+                self._inner.feed(char)
+            elif self._streams:
                 self._give(char)
         if self._span.done:
             self._end_value()
@@ -128,17 +146,37 @@ class CallObject:
                 self._after_value(char)
 
     def _begin_value(self, char: str) -> None:
+        if self._guarded and not self._has_arguments:
+            self._check_plain(char)
         # Only an object can be passed on as it comes; anything else must be seen whole.
         self._streams = self._key in ARGUMENT_KEYS and char == "{" and not self._has_arguments
         if self._key in ARGUMENT_KEYS:
             self._check_started()
 
+    def _check_plain(self, char: str) -> None:
+        """Raises NotACall for values that a guarded call cannot begin with."""
+        if self._key in ARGUMENT_KEYS:
+            if self._known is not None and self._name is None:
+                raise NotACall
+        elif self._key == "function" and char == "{":
+            self._inner = CallObject(self._known, self._start_inner, self._arguments, guarded=True, empty=self._empty)
+        elif char in "{[" or (self._key in _NAMES and (char != '"' or self._name is not None)):
+            raise NotACall
+
+    def _start_inner(self, name: str) -> None:
+        self._name, self.started = name, True
+        self._start(name)
+
     def _end_value(self) -> None:
-        if self._key in ARGUMENT_KEYS and not self._has_arguments:
+        if self._inner is not None:
+            if not self._inner.done:
+                raise NotACall
+            self._inner, self._has_arguments = None, True
+        elif self._key in ARGUMENT_KEYS and not self._has_arguments:
             self._has_arguments = True
             if not self._streams:
                 self._give(arguments_text(self._value))
-        elif self._key in NAME_KEYS:
+        elif self._key in (_NAMES if self._guarded else NAME_KEYS):
             self._name = self._read_name(self._value)
             if self._held or self._has_arguments:
                 self._check_started()
@@ -161,6 +199,8 @@ class CallObject:
             raise NotACall from None
         if not isinstance(name, str) or not name or (self._known is not None and name not in self._known):
             raise NotACall
+        if self._guarded and name != raw[1:-1]:
+            raise NotACall
         return name
 
     def _check_started(self) -> None:
@@ -181,6 +221,8 @@ class CallObject:
             self._read_nested()
         if self._known is not None and not self._has_arguments and self._others.keys() - _OTHER_KEYS:
             raise NotACall  # an object that happens to have a name
+        if self._guarded and self._known is not None and not self._has_arguments and self._name not in self._empty:
+            raise NotACall
         self._check_started()
         if not self._has_arguments:
             self._arguments("{}")

@@ -20,10 +20,15 @@ _FENCE = "```json"
 
 
 class DeepSeekCalls(Machine):
-    """See the module."""
+    """See the module.
 
-    def __init__(self, names: Container[str]) -> None:
+    Args:
+        guarded: calls are those of known tools, which the grammar of strict tools guards.
+    """
+
+    def __init__(self, names: Container[str], *, guarded: bool = False) -> None:
         super().__init__(self._free_text)
+        self._guarded = guarded
         self._names = names
         self._header = ""
 
@@ -74,7 +79,10 @@ class DeepSeekCalls(Machine):
             self._take(1)
             return True
         if self._buffer[0] == "{":
-            self._begin_json(self._header, self._behind_arguments)
+            if self._guarded and self._header not in self._names:
+                self._give_up()
+            else:
+                self._begin_json(self._header, self._behind_arguments)
             return True
         at = self._buffer.find("{")
         if at < 0:
@@ -83,7 +91,7 @@ class DeepSeekCalls(Machine):
                 return True
             return False
         name, fence, _ = self._buffer[:at].partition(_FENCE)
-        if not fence or not name.strip() or len(name) > MAX_NAME:
+        if not fence or not name.strip() or len(name) > MAX_NAME or (self._guarded and name.strip() not in self._names):
             self._give_up()
             return True
         self._take(at)
@@ -112,5 +120,5 @@ class DeepSeekCalls(Machine):
         return next((name for name in (written, self._header) if name in self._names), None)
 
 
-def deepseek(names: Container[str], **_: Any) -> Machine:
-    return DeepSeekCalls(names)
+def deepseek(names: Container[str], *, guarded: bool = False, **_: Any) -> Machine:
+    return DeepSeekCalls(names, guarded=guarded)

@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from octavo.frontend.parsing.machine import Machine
+from octavo.frontend.parsing.schemas import needs_arguments
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_CALL = 100_000
 """Characters of one call."""
-_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+KEYWORDS = frozenset(keyword.kwlist)
+_PLAIN = re.compile(r"[A-Za-z_][\w.\-]* *\([ \t\r\n]*([^\W\d]\w*[ \t\r\n]*=|\))")
+"""How a call begins that the grammar of strict tools guards."""
 
 
 class PythonicCalls(Machine):
-    """See the module."""
+    """See the module.
 
-    def __init__(self, names: Container[str]) -> None:
+    Args:
+        guarded: read what the grammar of strict tools guards, no more.
+        schemas: by tool, the schema of its parameters.
+    """
+
+    def __init__(self, names: Container[str], *, guarded: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
         super().__init__(self._beginning)
         self._names = names
+        self._guarded = guarded
+        self._empty = frozenset(name for name, schema in (schemas or {}).items() if not needs_arguments(schema))
         self._some = False
 
     def _beginning(self) -> bool:
@@ -80,6 +92,8 @@ class PythonicCalls(Machine):
         source = self._buffer[:end]
         call = _parsed(source, self._names)
         self._take(end)
+        if call is not None and self._guarded and not (_PLAIN.match(source) and (call[1] != "{}" or call[0] in self._empty)):
+            call = None
         if call is None:
             self._give_up()
             return True
@@ -157,15 +171,15 @@ def _outside_strings(text: str) -> Iterator[tuple[int, str]]:
 
 def _parsed(source: str, names: Container[str]) -> tuple[str, str] | None:
     """(name, arguments as JSON); None for what is no call of a known tool."""
-    matched = _NAME.match(source)
+    matched = NAME.match(source)
     if matched is None or matched.group() not in names or not source[matched.end() :].lstrip().startswith("("):
         return None
     try:
         # Names of tools may have hyphens, which Python reads as a difference.
         node = ast.parse("f" + source[matched.end() :].lstrip(), mode="eval").body
-        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        if not isinstance(node, ast.Call) or node.args or any(given.arg is None for given in node.keywords):
             return None
-        values = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
+        values = {given.arg: _value(given.value) for given in node.keywords}
         return matched.group(), json.dumps(values, ensure_ascii=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
@@ -182,5 +196,5 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def pythonic(names: Container[str], **_: Any) -> Machine:
-    return PythonicCalls(names)
+def pythonic(names: Container[str], **how: Any) -> Machine:
+    return PythonicCalls(names, **how)

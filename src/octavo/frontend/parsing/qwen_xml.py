@@ -23,10 +23,12 @@ class QwenXmlCalls(Machine):
 
     Args:
         schemas: by tool, the schema of its parameters.
+        guarded: calls are those of known tools, which the grammar of strict tools guards.
     """
 
-    def __init__(self, schemas: Mapping[str, Any]) -> None:
+    def __init__(self, schemas: Mapping[str, Any], *, guarded: bool = False) -> None:
         super().__init__(self._free_text)
+        self._guarded = guarded
         self._schemas = schemas
         self._properties: Mapping[str, Any] = {}
         self._parameters = 0
@@ -58,7 +60,7 @@ class QwenXmlCalls(Machine):
         if at < 0 and len(self._buffer) <= MAX_NAME:
             return False
         name = self._buffer[:at].strip()
-        if not 0 < at <= MAX_NAME or not name:
+        if not 0 < at <= MAX_NAME or not name or (self._guarded and name not in self._schemas):
             self._give_up()
             return True
         self._take(at + 1)
@@ -134,5 +136,5 @@ def _typed(text: str, schema: Any) -> Any:
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
 
 
-def qwen_xml(names: Container[str], *, schemas: Mapping[str, Any], **_: Any) -> Machine:
-    return QwenXmlCalls(schemas)
+def qwen_xml(names: Container[str], *, schemas: Mapping[str, Any], guarded: bool = False) -> Machine:
+    return QwenXmlCalls(schemas, guarded=guarded)

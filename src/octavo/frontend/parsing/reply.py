@@ -32,6 +32,9 @@ class ReplyFormat:
     must_call: bool = False
     """The reply is held to calls: what ends before it is one is no answer either."""
 
+    guarded: bool = False
+    """The reply is held to the grammar of strict tools that may be called: read as calls what that guards, no more."""
+
     @property
     def plain(self) -> bool:
         """Replies are text and nothing else."""
@@ -52,7 +55,7 @@ class ReplyParser:
             if form.reasoning is not None and not form.closed:
                 self._splitter = ThinkingSplitter(form.reasoning.start, form.reasoning.end, opened=form.opened)
             if form.tools is not None:
-                self._calls = form.tools.make(frozenset(form.schemas), schemas=form.schemas)
+                self._calls = form.tools.make(frozenset(form.schemas), schemas=form.schemas, guarded=form.guarded)
         self._held: list[Event] | None = None
         self._num_calls = 0
         self._dropping = False

@@ -5,11 +5,12 @@ Behind a marker stands one of: a JSON object a call, a JSON list of them, or a n
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from octavo.frontend.parsing.call_object import CallObject, NotACall
 from octavo.frontend.parsing.machine import MAX_NAME, Machine, first_marker, undecided
+from octavo.frontend.parsing.schemas import needs_arguments
 
 
 class TaggedCalls(Machine):
@@ -22,6 +23,8 @@ class TaggedCalls(Machine):
         bare: the reply may also be calls from its first character on, without a marker.
         named: behind a marker may stand a name, then arguments.
         name_ends: markers that may stand between such a name and its arguments.
+        guarded: read what the grammar of strict tools guards, no more.
+        schemas: by tool, the schema of its parameters.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class TaggedCalls(Machine):
         bare: bool = False,
         named: bool = False,
         name_ends: Sequence[str] = (),
+        guarded: bool = False,
+        schemas: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(self._beginning if bare else self._free_text)
         self._opens = tuple(opens)
@@ -40,6 +45,8 @@ class TaggedCalls(Machine):
         self._names = names
         self._named = named
         self._name_ends = tuple(name_ends)
+        self._guarded = guarded
+        self._empty = frozenset(name for name, schema in (schemas or {}).items() if not needs_arguments(schema))
         self._pending_name = ""
         self._bare = False
         self._list = False
@@ -92,7 +99,8 @@ class TaggedCalls(Machine):
 
     def _new_object(self) -> None:
         # With a marker, the model means to call, whatever the name; without one, any JSON may look like a call.
-        self._object = CallObject(self._names if self._bare else None, self._start_call, self._arguments)
+        known = self._names if self._bare else None
+        self._object = CallObject(known, self._start_call, self._arguments, guarded=self._guarded, empty=self._empty)
         self._state = self._in_object
 
     def _in_object(self) -> bool:
@@ -152,7 +160,7 @@ class TaggedCalls(Machine):
         if found is None:
             return False
         name = self._take(at).strip()
-        if not name:
+        if not name or (self._guarded and name not in self._names):
             self._give_up()
             return True
         self._pending_name = name
@@ -219,22 +227,22 @@ class TaggedCalls(Machine):
         super()._give_up()
 
 
-def hermes(names: Container[str], **_: Any) -> Machine:
-    return TaggedCalls(["<tool_call>"], "</tool_call>", names)
+def hermes(names: Container[str], **how: Any) -> Machine:
+    return TaggedCalls(["<tool_call>"], "</tool_call>", names, **how)
 
 
-def granite(names: Container[str], **_: Any) -> Machine:
-    return TaggedCalls(["<|tool_call|>", "<tool_call>"], "</tool_call>", names)
+def granite(names: Container[str], **how: Any) -> Machine:
+    return TaggedCalls(["<|tool_call|>", "<tool_call>"], "</tool_call>", names, **how)
 
 
-def mistral(names: Container[str], **_: Any) -> Machine:
-    return TaggedCalls(["[TOOL_CALLS]"], "", names, named=True, name_ends=("[ARGS]", "[CALL_ID]"))
+def mistral(names: Container[str], **how: Any) -> Machine:
+    return TaggedCalls(["[TOOL_CALLS]"], "", names, named=True, name_ends=("[ARGS]", "[CALL_ID]"), **how)
 
 
-def llama_json(names: Container[str], **_: Any) -> Machine:
-    return TaggedCalls(["<|python_tag|>"], "", names, bare=True)
+def llama_json(names: Container[str], **how: Any) -> Machine:
+    return TaggedCalls(["<|python_tag|>"], "", names, bare=True, **how)
 
 
-def any_json(names: Container[str], **_: Any) -> Machine:
+def any_json(names: Container[str], **how: Any) -> Machine:
     """For models of unknown habits: <tool_call> tags, or JSON from the first character on."""
-    return TaggedCalls(["<tool_call>"], "</tool_call>", names, bare=True)
+    return TaggedCalls(["<tool_call>"], "</tool_call>", names, bare=True, **how)
