@@ -275,8 +275,8 @@ _STORED_DTYPES = frozenset({*_DTYPES, "auto", "float64", "double", "int8", "uint
 
 def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, warnings: list[str]) -> DTypeName:
     stated = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    known = stated is None or str(stated).removeprefix("torch.") in _STORED_DTYPES or str(stated).removeprefix("torch.").startswith("float")
-    if args.dtype == "auto" and not known:
+    stored = "float16" if stated is None else str(stated).removeprefix("torch.")
+    if args.dtype == "auto" and stored not in _STORED_DTYPES and not stored.startswith("float"):
         raise CheckpointError(
             f"The config's dtype {stated!r} is no number format (float32, bfloat16, float16, ...). Correct it, or say what to compute in with --dtype."
         )
@@ -285,7 +285,6 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
     elif device.kind == "cpu":
         return "float32"
     else:
-        stored = str(stated or "float16").removeprefix("torch.")
         # Low-bit weights published as float16 were seldom checked for overflow in it; bfloat16 cannot overflow there.
         wide = hf_config.get("quantization_config") is not None and device.capability >= (8, 0)
         dtype = "bfloat16" if stored == "bfloat16" or wide else "float16"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import Any
 
-from octavo.grammar.pointers import Path, followed
+from octavo.grammar.pointers import Path, followed, objects_in
 
 MAX_STATES = 250_000
 """Of one value: up to two seconds of work, and 300 MB."""
@@ -45,7 +45,7 @@ def states(divisors: Iterable[Divisor]) -> int:
 
 def too_many_states(schema: Any) -> tuple[Path, str] | None:
     """Where divisors cost too much, and what to say; None if nowhere."""
-    if not _has_any(schema):
+    if not any("multipleOf" in node for node in objects_in(schema)):
         return None
     total, counted = 0, set[frozenset[Divisor]]()
     for path, values in _values(schema):
@@ -64,19 +64,6 @@ def too_many_states(schema: Any) -> tuple[Path, str] | None:
                 "different ones."
             )
     return None
-
-
-def _has_any(schema: Any) -> bool:
-    todo = [schema]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            if "multipleOf" in node:
-                return True
-            todo += node.values()
-        elif isinstance(node, list):
-            todo += node
-    return False
 
 
 def _values(schema: Any) -> Iterator[tuple[Path, list[dict[str, Any]]]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.grammar.divisors import Divisor, divisor_of, states
-from octavo.grammar.json_schema import NOTES, subschemas
+from octavo.grammar.json_schema import NOTES, parts_of
 from octavo.grammar.library import llguidance
 from octavo.protocol.params import StructuredOutputsParams
 
@@ -115,14 +115,9 @@ def cheap_rules(text: str, schemas: list[Any]) -> bool:
 
 def cheap_schema(schema: Any) -> bool:
     """The same of a JSON schema."""
-    parts = properties = characters = 0
+    properties = characters = 0
     divisors: set[Divisor] = set()
-    todo = [schema]
-    while todo:
-        node = todo.pop()
-        if not isinstance(node, dict):
-            continue
-        parts += 1
+    for parts, (_, node) in enumerate(parts_of(schema), 1):
         named, listed = node.get("properties"), [*_values(node, "enum"), node.get("const")]
         properties += len(named) if isinstance(named, dict) else 0
         characters += sum(map(len, node)) + sum(len(str(value)) for value in listed if not isinstance(value, dict | list))
@@ -142,7 +137,6 @@ def cheap_schema(schema: Any) -> bool:
             or characters > CHEAP_CHARS
         ):
             return False
-        todo += [inner for _, inner in subschemas(node)]
     return True
 
 

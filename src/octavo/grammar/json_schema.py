@@ -49,6 +49,16 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
             yield (key,), schema[key]
 
 
+def parts_of(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A schema and all schemas inside it that are objects, each with its path."""
+    todo: list[tuple[Path, Any]] = [((), schema)]
+    while todo:
+        path, node = todo.pop()
+        if isinstance(node, dict):
+            yield path, node
+            todo += [((*path, *step), inner) for step, inner in subschemas(node)]
+
+
 def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any:
     """A copy for the engine.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from octavo.grammar.pointers import followed
+from octavo.grammar.pointers import followed, objects_in
 
 MAX_STEPS = 20_000
 MAX_DEPTH = 12
@@ -121,16 +121,7 @@ class Overlap:
 
 
 def _has_identifier(root: Any) -> bool:
-    todo = list(root.values()) if isinstance(root, dict) else []
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            if isinstance(node.get("$id"), str) or isinstance(node.get("id"), str):
-                return True
-            todo += node.values()
-        elif isinstance(node, list):
-            todo += node
-    return False
+    return any(isinstance(node.get(key), str) for node in objects_in(root) if node is not root for key in ("$id", "id"))
 
 
 def _kind(value: Any) -> str:

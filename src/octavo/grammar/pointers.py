@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +26,18 @@ def followed(path: Path, node: Any, fragment: str) -> tuple[Path, Any] | None:
         else:
             return None
     return path, node
+
+
+def objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a JSON value, itself among them, whether they are schemas or not."""
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            yield node
+            todo += node.values()
+        elif isinstance(node, list):
+            todo += node
 
 
 def pointer(path: Path) -> str:

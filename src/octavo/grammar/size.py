@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.grammar.divisors import too_many_states
-from octavo.grammar.json_schema import subschemas
+from octavo.grammar.json_schema import parts_of
 from octavo.grammar.pointers import Path
 
 MAX_PROPERTIES = 2000
@@ -23,11 +23,7 @@ MAX_ENUM_CHOICES = 1900
 def too_large(schema: Any) -> tuple[Path, str] | None:
     """Where a schema has more than the engine compiles in about a second, and what to say; None if nowhere."""
     containers = squares = 0
-    todo: list[tuple[Path, Any]] = [((), schema)]
-    while todo:
-        path, node = todo.pop()
-        if not isinstance(node, dict):
-            continue
+    for path, node in parts_of(schema):
         properties = node.get("properties")
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
             return path, f"it has {len(properties)} properties; at most {MAX_PROPERTIES} are allowed in one object."
@@ -49,7 +45,6 @@ def too_large(schema: Any) -> tuple[Path, str] | None:
                 values += value.values() if isinstance(value, dict) else value
         if containers > MAX_ENUM_CONTAINERS:
             return path, f"the values of enum and const hold more than {MAX_ENUM_CONTAINERS} lists and objects."
-        todo += [((*path, *step), inner) for step, inner in subschemas(node)]
     return too_many_states(schema)
 
 

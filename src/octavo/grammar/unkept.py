@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from octavo.grammar.json_schema import ALTERNATIVES, subschemas
+from octavo.grammar.json_schema import ALTERNATIVES, parts_of, subschemas
 from octavo.grammar.pointers import Path, followed
 
 ESCAPES = 'nrbtf\\"'
@@ -29,35 +28,20 @@ def pattern_problem(pattern: str) -> str:
 
 def string_options(schema: Any) -> dict[str, Any]:
     """How strings must be spelled, as options of the engine, for a schema to be kept."""
-    todo = [schema]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            if node.get("additionalProperties") is not False and any(
-                node.get(key) for key in ("properties", "required", "patternProperties")
-            ):
-                return {"json_allowed_escapes": ESCAPES}
-            todo += [inner for _, inner in subschemas(node)]
+    for _, node in parts_of(schema):
+        if node.get("additionalProperties") is not False and any(node.get(key) for key in ("properties", "required", "patternProperties")):
+            return {"json_allowed_escapes": ESCAPES}
     return {}
 
 
 def unkept(schema: Any) -> tuple[Path, str] | None:
     """Where a schema says what the engine would take and not keep, and what to say; None if nowhere."""
-    for path, node in _parts(schema):
+    for path, node in parts_of(schema):
         patterns = node.get("patternProperties")
         for pattern in [node.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
             if isinstance(pattern, str) and (problem := pattern_problem(pattern)):
                 return path, f"{problem}."
     return _Counts(schema).problem()
-
-
-def _parts(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    todo: list[tuple[Path, Any]] = [((), schema)]
-    while todo:
-        path, node = todo.pop()
-        if isinstance(node, dict):
-            yield path, node
-            todo += [((*path, *step), inner) for step, inner in subschemas(node)]
 
 
 Facts = tuple[bool, frozenset[str]]
@@ -72,7 +56,7 @@ class _Counts:
         self._seen: set[tuple[int, Facts]] = set()
 
     def problem(self) -> tuple[Path, str] | None:
-        if not any("minProperties" in node for _, node in _parts(self._schema)):
+        if not any("minProperties" in node for _, node in parts_of(self._schema)):
             return None
         nothing: Facts = (False, frozenset())
         todo: list[tuple[Path, Any, Facts]] = [((), self._schema, nothing)]
@@ -96,7 +80,7 @@ class _Counts:
                 if target is not None and (reference == "#" or reference.startswith("#/")):
                     todo.append((*target, outer))
                 else:
-                    todo += [(place, part, nothing) for place, part in _parts(self._schema)]  # one of these
+                    todo += [(place, part, nothing) for place, part in parts_of(self._schema)]  # one of these
             for step, inner in subschemas(node):
                 if step[0] not in _DEFINITIONS:
                     todo.append(((*path, *step), inner, facts if step[0] in ALTERNATIVES else nothing))
