@@ -138,12 +138,12 @@ def test_keys_cut_into_parts(starts: list[int], counts: list[int], heads: int, k
 
 
 def test_empty_items_change_nothing() -> None:
-    case = case_of([620, 10], [2, 20], kv_heads=1)
+    case = case_of([900, 10], [2, 20], kv_heads=1)
     assert torch.equal(run(case, sms=40, empty=5), run(case, sms=40))
 
 
 def test_what_is_no_number_stays_in_its_row_of_all_parts() -> None:
-    case = case_of([620], [20], kv_heads=1)
+    case = case_of([900], [20], kv_heads=1)
     clean = run(case, sms=40)
     case.q[7, 1] = float("nan")
     got = run(case, sms=40)

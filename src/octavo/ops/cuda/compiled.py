@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Program(Protocol):
-    """What a kernel is made of. Hashable: equal ones are one kernel."""
+class Program(Hashable, Protocol):
+    """What a kernel is made of. Equal ones are one kernel."""
 
     @property
     def name(self) -> str:
