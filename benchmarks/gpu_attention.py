@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import triton
 
+from octavo.ops.cuda import compiled
 from octavo.ops.cuda import paged_decode as cuda
 from octavo.ops.cuda import paged_prefill as cuda_prefill
 from octavo.ops.cuda.chunk_plan import plan_chunks
@@ -383,7 +384,16 @@ PREFILL_CASES = (
     PrefillCase("256 behind 8k", (8192,), (256,)),
     PrefillCase("14 x 560", (0,) * 14, (560,) * 14),
     PrefillCase("0.6B 14 x 560", (0,) * 14, (560,) * 14, heads=16),
+    PrefillCase("128 behind 8k", (8192,), (128,)),
+    PrefillCase("32 behind 8k", (8192,), (32,)),
     PrefillCase("64 behind 16k", (16384,), (64,)),
+    PrefillCase("8 x 20 behind 2k", (2048,) * 8, (20,) * 8),
+    PrefillCase("32 x 8 behind 1k", (1024,) * 32, (8,) * 32),
+    PrefillCase("128 from 0", (0,), (128,)),
+    PrefillCase("512 from 0", (0,), (512,)),
+    PrefillCase("8 x 128", (0,) * 8, (128,) * 8),
+    PrefillCase("32 x 16", (0,) * 32, (16,) * 32),
+    PrefillCase("0.6B 128 behind 2k", (2048,), (128,), heads=16),
     PrefillCase("70B, a rank of 8: 8k from 0", (0,), (8192,), heads=8, kv_heads=1),
     PrefillCase("4k from 0, dim 64", (0,), (4096,), head_dim=64),
     PrefillCase("4k from 0, dim 256", (0,), (4096,), heads=16, kv_heads=4, head_dim=256),
@@ -406,7 +416,7 @@ class PlannedPrefill:
 
     kernel: str
     shipped: bool
-    """Whether the engine runs it for such a step, where that is not captured."""
+    """Whether the engine runs it for such a step."""
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
     """Of queries, keys, values, block tables and the output."""
     plan_us: float
@@ -427,14 +437,15 @@ def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
     found: list[PlannedPrefill] = []
     form, wins = form_of_prefill(case), False
     if form is not None:
-        plan_chunks(starts, counts, 0, form.tokens)
+        plan_chunks(starts, counts, 0, form.tokens, form.kv_heads, sms)
         begin = time.perf_counter()
-        plan = plan_chunks(starts, counts, 0, form.tokens)
+        plan = plan_chunks(starts, counts, 0, form.tokens, form.kv_heads, sms)
         plan_us = (time.perf_counter() - begin) * 1e6
-        chunk_items, wins = torch.from_numpy(plan).to(DEVICE), cuda_prefill.wins(plan, form, sms)
+        chunk_items, wins = torch.from_numpy(plan).to(DEVICE), cuda_prefill.wins(form)
+        parts = cuda_prefill.Parts.allocate(form, sms, DEVICE)
 
         def run_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: torch.Tensor, out: torch.Tensor) -> None:
-            cuda_prefill.paged_prefill(q, k, v, t, chunk_items, out, form, scale=scale)
+            cuda_prefill.paged_prefill(q, k, v, t, chunk_items, parts, out, form, scale=scale)
 
         found.append(PlannedPrefill("cuda", wins, run_cuda, plan_us, {"tokens": form.tokens, "slots": form.slots}))
     gather_plan = plan_gather(starts + counts)
@@ -552,7 +563,7 @@ def compile_all(tune: bool, only: str) -> None:
     for case in DECODE_CASES:
         if re.search(only, f"decode {case.name}"):
             if (form := form_of(case)) is not None:
-                cuda.prepare(form, torch.device("cuda", 0))
+                compiled.prepare(form, torch.device("cuda", 0))
             for decode in decode_variants(case, tune):
                 jobs[f"d {case.heads} {case.head_dim} {case.cache_dtype} {case.window} {case.rows == 1} {decode}"] = (
                     compile_decode,
@@ -561,7 +572,7 @@ def compile_all(tune: bool, only: str) -> None:
     for prefill in PREFILL_CASES:
         if re.search(only, f"prefill {prefill.name}"):
             if (prefill_form := form_of_prefill(prefill)) is not None:
-                cuda_prefill.prepare(prefill_form, torch.device("cuda", 0))
+                compiled.prepare(prefill_form, torch.device("cuda", 0))
             for tuning, gathers in prefill_variants(prefill, tune):
                 jobs[f"p {prefill.heads} {prefill.head_dim} {tuning} {gathers}"] = (compile_prefill, (prefill, tuning, gathers))
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), max(1, (os.cpu_count() or 2) - 1))) as pool:

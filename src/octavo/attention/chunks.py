@@ -1,13 +1,11 @@
 """`Chunks`: which kernel attends to the prompt chunks of a step, and the plans that it takes.
 
-Enough queries to fill the GPU: CUDA C++ (`ops.cuda.paged_prefill`), where it runs and takes the layers; all else, and captured steps,
-of which nobody knows how many queries they will have: Triton.
+CUDA C++ (`ops.cuda.paged_prefill`) where it runs, takes the layers and is known to be the faster one; all else: Triton.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +14,9 @@ import torch
 
 from octavo.attention.base import GraphShape
 from octavo.attention.decodes import Geometry, LayerCache
+from octavo.ops.cuda import chunk_plan, compiled
 from octavo.ops.cuda import paged_prefill as cuda
-from octavo.ops.cuda.chunk_plan import plan_chunks
-from octavo.ops.cuda.compiler import CompilerError, architecture
+from octavo.ops.cuda.compiler import architecture
 from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.launch import compiles_only, sm_count
 from octavo.ops.triton.paged_prefill import (
@@ -31,8 +29,6 @@ from octavo.ops.triton.paged_prefill import (
 )
 from octavo.ops.triton.prefill_plan import ITEM_FIELDS, ROW, max_prefill_parts, plan_prefill
 from octavo.protocol.step import Int32
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,13 @@ class CudaChunks:
     """A step's chunks, planned for the kernel in CUDA C++."""
 
     items: torch.Tensor
+    parts: cuda.Parts
     form: cuda.Form
 
     def attend(self, q: torch.Tensor, cache: LayerCache, block_tables: torch.Tensor, out: torch.Tensor) -> None:
         if compiles_only():
             return  # What the plan is copied by has not run.
-        cuda.paged_prefill(q, cache.keys, cache.values, block_tables, self.items, out, self.form, scale=cache.spec.scale)
+        cuda.paged_prefill(q, cache.keys, cache.values, block_tables, self.items, self.parts, out, self.form, scale=cache.spec.scale)
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,11 @@ class ChunkDraft:
 
 
 def cuda_form(g: Geometry, dtype: torch.dtype, model_dtype: torch.dtype, block_size: int, device: torch.device) -> cuda.Form | None:
-    """Of the CUDA C++ kernel for these layers; None where it does not run or does not take them."""
+    """Of the CUDA C++ kernel for these layers; None where it does not run, does not take them or is not known to be faster."""
     if architecture(device) is None or g.sliding_window is not None or g.capped:
         return None
-    return cuda.form_of(model_dtype, dtype, g.head_dim, block_size, g.num_kv_heads, g.group)
+    form = cuda.form_of(model_dtype, dtype, g.head_dim, block_size, g.num_kv_heads, g.group)
+    return form if form is not None and cuda.wins(form) else None
 
 
 class Chunks:
@@ -119,21 +117,25 @@ class Chunks:
     ) -> None:
         self._g, self._device, self._gathered = g, device, gathered
         self._sms = sm_count(device)
-        self._workspace = PrefillWorkspace.allocate(g.num_kv_heads, g.head_dim, self._sms, device)
         self._form = cuda_form(g, dtype, model_dtype, block_size, device)
         if self._form is not None:
-            cuda.prepare(self._form, device)
+            compiled.prepare(self._form, device)
 
     @functools.cached_property
     def _compiled(self) -> cuda.Form | None:
-        if self._form is None:
-            return None
-        try:
-            cuda.finish_preparing(self._form, self._device)
-        except CompilerError as error:
-            logger.warning("The CUDA kernel for prompt attention could not be compiled, a slower one takes its place: %s", error)
-            return None
-        return self._form
+        form = self._form
+        return form if form is not None and compiled.Kind("prompt attention").finish_preparing([form], self._device) else None
+
+    # Buffers are made when they are first asked for: only one kind of them is.
+
+    @functools.cached_property
+    def _workspace(self) -> PrefillWorkspace:
+        return PrefillWorkspace.allocate(self._g.num_kv_heads, self._g.head_dim, self._sms, self._device)
+
+    @functools.cached_property
+    def _parts(self) -> cuda.Parts:
+        assert self._form is not None
+        return cuda.Parts.allocate(self._form, self._sms, self._device)
 
     # Eager steps
 
@@ -141,9 +143,8 @@ class Chunks:
         """A plan for a step's chunks, whose rows follow each other from token `first_token` of the batch on. start, count: [rows]."""
         g = self._g
         if (form := self._compiled) is not None:
-            items = plan_chunks(start, count, first_token, form.tokens)
-            if cuda.wins(items, form, self._sms):
-                return ChunkDraft([items], lambda on_device: CudaChunks(on_device[0], form))
+            items = self._cuda_items(start, count, first_token, form)
+            return ChunkDraft([items], lambda on_device: CudaChunks(on_device[0], self._parts, form))
         reuse = queries_per_key(start, count)
         lines = plan_gather(start + count)
         gathered = self._gathered
@@ -163,6 +164,9 @@ class Chunks:
         per_tile = tuning.tokens_per_tile(g.group)
         return plan_prefill(start, count, first_token, per_tile, g.num_kv_heads, self._sms, sliding_window=g.sliding_window).items
 
+    def _cuda_items(self, start: Int32, count: Int32, first_token: int, form: cuda.Form) -> Int32:
+        return chunk_plan.plan_chunks(start, count, first_token, form.tokens, form.kv_heads, self._sms)
+
     # Graphs
 
     def _tuning(self, shape: GraphShape) -> PrefillTuning:
@@ -173,17 +177,29 @@ class Chunks:
         """Numbers in a plan."""
         if not shape.chunks:
             return 0
+        if (form := self._compiled) is not None:
+            most = chunk_plan.most_items(shape.tokens, shape.chunks, form.tokens, form.kv_heads, self._sms)
+            return most * chunk_plan.ITEM_FIELDS
         tiles = shape.tokens // self._tuning(shape).tokens_per_tile(self._g.group) + shape.chunks
-        return (tiles + max_prefill_parts(self._g.num_kv_heads, self._sms)) * ITEM_FIELDS
+        size = (tiles + max_prefill_parts(self._g.num_kv_heads, self._sms)) * ITEM_FIELDS
+        return -(-size // 4) * 4  # What follows begins at a multiple of 16 bytes.
 
     def graph_plan(self, start: Int32, count: Int32, first_row: int, shape: GraphShape) -> Int32:
         """[graph_size] a plan of the rows from `first_row` on, numbered as in the whole step; each before has one token."""
-        items = self._items(start[first_row:], count[first_row:], first_row, self._tuning(shape))
-        items[:, ROW] += first_row
+        chunks = start[first_row:], count[first_row:], first_row
+        if (form := self._compiled) is not None:
+            items = self._cuda_items(*chunks, form)
+            items[:, chunk_plan.ROW] += first_row
+        else:
+            items = self._items(*chunks, self._tuning(shape))
+            items[:, ROW] += first_row
         plan = np.zeros(self.graph_size(shape), np.int32)
         plan[: items.size] = items.reshape(-1)
         return plan
 
-    def graph_work(self, plan: torch.Tensor, shape: GraphShape) -> TritonChunks:
+    def graph_work(self, plan: torch.Tensor, shape: GraphShape) -> TritonChunks | CudaChunks:
         """The chunks of a plan whose numbers are in `plan` when they run."""
-        return TritonChunks(plan.view(-1, ITEM_FIELDS), self._tuning(shape), self._workspace)
+        if (form := self._compiled) is not None:
+            return CudaChunks(plan.view(-1, chunk_plan.ITEM_FIELDS), self._parts, form)
+        items = plan[: len(plan) // ITEM_FIELDS * ITEM_FIELDS].view(-1, ITEM_FIELDS)
+        return TritonChunks(items, self._tuning(shape), self._workspace)

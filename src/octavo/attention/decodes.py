@@ -6,21 +6,19 @@ Few rows: CUDA C++ (`ops.cuda.paged_decode`), where it runs and takes the layers
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import dataclass
 
 import torch
 
 from octavo.attention.base import LayerSpec
 from octavo.attention.paged_cache import ScaleOfLayer
+from octavo.ops.cuda import compiled
 from octavo.ops.cuda import paged_decode as cuda
-from octavo.ops.cuda.compiler import CompilerError, architecture
+from octavo.ops.cuda.compiler import architecture
 from octavo.ops.cuda.even_plan import EvenCapacity, even_capacity, plan_even
 from octavo.ops.triton.decode_plan import Bundles, DecodeCapacity, Int32, bundle_limit, decode_capacity, plan_decode
 from octavo.ops.triton.launch import compiles_only, overlap_supported, sm_count
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -142,18 +140,12 @@ class Decodes:
         sizes = (g.head_dim, block_size, g.num_kv_heads, g.group)
         forms = {b: form for b in (False, True) if (form := cuda.form_of(model_dtype, self._dtype, *sizes, bundles=b)) is not None}
         for form in forms.values():
-            cuda.prepare(form, self._device)
+            compiled.prepare(form, self._device)
         return forms
 
     @functools.cached_property
     def _compiles(self) -> bool:
-        try:
-            for form in self._forms.values():
-                cuda.finish_preparing(form, self._device)
-        except CompilerError as error:
-            logger.warning("The CUDA kernel for attention could not be compiled, a slower one takes its place: %s", error)
-            return False
-        return bool(self._forms)
+        return bool(self._forms) and compiled.Kind("attention").finish_preparing(self._forms.values(), self._device)
 
     def _triton_capacity(self, rows: int) -> DecodeCapacity:
         return decode_capacity(rows, self._g.num_kv_heads, self._sms, bundle=self._g.most_bundled)

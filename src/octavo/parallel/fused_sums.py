@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from octavo.errors import EngineDead
-from octavo.ops.cuda import sum_norm
+from octavo.ops.cuda import compiled, sum_norm
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.cuda.sum_norm import Form, Place, Region
 from octavo.ops.reference.norm import rms_norm
@@ -122,9 +122,9 @@ class FusedSums:
         plain = Region(words.end, self._row_bytes, self._size, max(1, self._limits.most // self._row_bytes))
         self._regions = {True: words, False: plain}
         for way in self._ways():
-            sum_norm.prepare(way.form, self._device)
+            compiled.prepare(way.form, self._device)
         for way in self._ways():
-            sum_norm.load(way.form, self._device)
+            compiled.kernel(way.form, self._device)
         self._buffer = symmetric.empty(plain.end, dtype=torch.uint8, device=self._device)
         self._handle = symmetric.rendezvous(self._buffer, self._group)
         self._buffer.zero_()

@@ -8,13 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.config.types import EngineConfig
+from octavo.ops.draw_splits import rows_of_other_splits
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32, SlotInit, StepPlan
 
 WARMUP_TOKENS = 32
 GPU_CHUNKS = (4, 8, 32, 512, 9000)
-MANY_PROMPTS = (128, 256, 512, 1024)
-"""Of one step: over how many thread blocks a row's token is drawn depends on them, and is compiled in."""
 
 
 def every_feature(vocab_size: int) -> SamplingParams:
@@ -100,7 +99,7 @@ def rehearsal_steps(config: EngineConfig) -> list[StepPlan]:
     plain = SamplingParams(temperature=0.7, seed=0, max_tokens=2)
     filtered = SamplingParams(temperature=0.7, top_p=0.9, seed=0, max_tokens=2)
     rows = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens // 2)
-    many = [made_up_step([2] * n, sampling) for n in MANY_PROMPTS if n <= rows for sampling in (plain, filtered)]
+    many = [made_up_step([2] * n, sampling) for n in rows_of_other_splits() if n <= rows for sampling in (plain, filtered)]
     return [
         *(made_up_step([length], plain) for length in reversed(lengths)),
         made_up_step([chunk], plain, start=chunk),

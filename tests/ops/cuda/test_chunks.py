@@ -10,9 +10,10 @@ from octavo.attention import chunks as module
 from octavo.attention.base import GraphShape, LayerSpec, StepBatch
 from octavo.attention.chunks import Chunks, CudaChunks, TritonChunks
 from octavo.attention.decodes import Geometry
+from octavo.attention.paged_cache import ScaleOfLayer
 from octavo.attention.triton import TritonAttention
 from octavo.ops.cuda.compiler import CompilerError
-from octavo.ops.cuda.paged_prefill import Form, arguments, boxes, source
+from octavo.ops.cuda.paged_prefill import Form, Parts, arguments, boxes, source
 from octavo.ops.triton.launch import compiling_only, sm_count
 from tests.ops.triton.paged import attention_reference, paged_case, relative_error
 from tests.support.cuda_emulator import COMPILER, MACHINE, emulated
@@ -32,15 +33,15 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs an NVIDIA GPU or a C++ compiler")
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, items: torch.Tensor, out: torch.Tensor, form: Form,
-        *, scale: float,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, items: torch.Tensor, parts: Parts, out: torch.Tensor,
+        form: Form, *, scale: float,
     ) -> None:  # fmt: skip
         kernel = emulated(source(form, MACHINE.read_text()), "paged_prefill", 3)
-        kernel(arguments(tables, items, out, form, scale=scale), *boxes(q, k, v, form), 2, 1, 1)
+        kernel(arguments(tables, items, parts, out, scale=scale), *boxes(q, k, v, form), 2, 1, 1)
 
     monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(module.cuda, "prepare", lambda form, device: None)
-    monkeypatch.setattr(module.cuda, "finish_preparing", lambda form, device: None)
+    monkeypatch.setattr(module.compiled, "prepare", lambda form, device: None)
+    monkeypatch.setattr(module.compiled, "finish_preparing", lambda form, device: None)
     monkeypatch.setattr(module.cuda, "paged_prefill", run)
 
 
@@ -76,16 +77,31 @@ def test_a_step_of_decodes_and_prompts() -> None:
     assert relative_error(attend(0, case.q, k, v), attention_reference(case, scale=DIM**-0.5)) < 2e-3
 
 
-def test_captured_steps_are_left_to_triton() -> None:
-    shape, of = GraphShape(2, ENOUGH, 1), chunks()
-    plan = torch.from_numpy(of.graph_plan(np.array([3, 0], np.int32), np.array([1, 40], np.int32), 1, shape))
+@pytest.mark.parametrize("triton", [False, True])
+def test_captured_steps(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and tokens that a shape has room for beyond the step's are left alone; both kernels give the same."""
+    torch.manual_seed(1)
+    starts, counts, shape = [3, 700, 0], [1, 40, 9], GraphShape(4, 64, 3)
+    case = paged_case(starts, counts, HEADS, KV_HEADS, DIM, device=DEVICE, dtype=HALF)
+    if triton:
+        monkeypatch.setattr(module.cuda, "wins", lambda form: False)
+    of = chunks()
+    plan = torch.from_numpy(of.graph_plan(np.array(starts, np.int32), np.array(counts, np.int32), 1, shape))
     assert plan.numel() == of.graph_size(shape)
-    assert isinstance(of.graph_work(plan.to(DEVICE), shape), TritonChunks)
+    assert plan.numel() % 4 == 0, "the next plan begins at a multiple of 16 bytes"
+    work = of.graph_work(plan.to(DEVICE), shape)
+    assert isinstance(work, TritonChunks if triton else CudaChunks)
+    cache = module.LayerCache(LayerSpec(HEADS, KV_HEADS, DIM, DIM**-0.5), case.key_cache, case.value_cache, ScaleOfLayer(None, None))
+    out = torch.full((64, HEADS, DIM), 7.0, dtype=HALF, device=DEVICE)
+    q = torch.cat((case.q, torch.full_like(out[50:], float("nan"))))
+    work.attend(q, cache, case.block_tables, out)
+    assert (out[0] == 7).all() and (out[50:] == 7).all()
+    assert relative_error(out[1:50], attention_reference(case, scale=DIM**-0.5)[1:]) < 2e-3
 
 
 def test_what_the_kernel_does_not_take_goes_to_triton() -> None:
     assert isinstance(draft(chunks(), [0], [ENOUGH]), CudaChunks)
-    assert isinstance(draft(chunks(), [100000], [20]), TritonChunks), "few queries need their keys cut into parts"
+    assert isinstance(draft(chunks(), [100000], [20]), CudaChunks)
     for other in (chunks(80), chunks(64), chunks(block=4), chunks(capped=True), chunks(window=100), chunks(dtype=torch.float8_e4m3fn)):
         assert isinstance(draft(other, [0], [ENOUGH]), TritonChunks)
 
@@ -94,7 +110,7 @@ def test_a_kernel_that_does_not_compile_is_not_chosen(monkeypatch: pytest.Monkey
     def refuse(form: Form, device: torch.device) -> None:
         raise CompilerError("no such instruction")
 
-    monkeypatch.setattr(module.cuda, "finish_preparing", refuse)
+    monkeypatch.setattr(module.compiled, "finish_preparing", refuse)
     assert isinstance(draft(chunks(), [0], [ENOUGH]), TritonChunks)
     assert "no such instruction" in caplog.text
 

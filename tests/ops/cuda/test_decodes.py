@@ -42,8 +42,8 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel(packed, boxes_of(k), boxes_of(v), workspace.capacity.blocks, 1, 1)
 
     monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(module.cuda, "prepare", lambda form, device: None)
-    monkeypatch.setattr(module.cuda, "finish_preparing", lambda form, device: None)
+    monkeypatch.setattr(module.compiled, "prepare", lambda form, device: None)
+    monkeypatch.setattr(module.compiled, "finish_preparing", lambda form, device: None)
     monkeypatch.setattr(module.cuda, "paged_decode", run)
 
 
@@ -118,7 +118,7 @@ def test_a_kernel_that_does_not_compile_is_not_chosen(monkeypatch: pytest.Monkey
     def refuse(form: Form, device: torch.device) -> None:
         raise CompilerError("no such instruction")
 
-    monkeypatch.setattr(module.cuda, "finish_preparing", refuse)
+    monkeypatch.setattr(module.compiled, "finish_preparing", refuse)
     few = decodes()
     assert not isinstance(few.capacity(1), EvenCapacity)
     assert "no such instruction" in caplog.text

@@ -15,10 +15,6 @@ from octavo.ops.cuda.even_plan import (
     HEAD,
     HI,
     LO,
-    MEMBER_FIRST_PART,
-    MEMBER_NUM_PARTS,
-    MEMBER_PART,
-    MEMBER_ROW,
     MEMBERS,
     NEXT,
     NUM_PARTS,
@@ -28,7 +24,15 @@ from octavo.ops.cuda.even_plan import (
     even_capacity,
     plan_even,
 )
-from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows
+from octavo.ops.triton.decode_plan import (
+    MEMBER_FIRST_PART,
+    MEMBER_NUM_PARTS,
+    MEMBER_PART,
+    MEMBER_ROW,
+    Bundles,
+    bundle_limit,
+    bundle_rows,
+)
 
 
 @dataclass(frozen=True)

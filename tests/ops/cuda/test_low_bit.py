@@ -10,7 +10,7 @@ import torch
 
 from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.cuda.compiler import CompilerError, compile_kernel, library
-from octavo.ops.cuda.low_bit import Form, Stream, Tiles, Tuning, choice, device_source, form_of, multiply, workspace_size
+from octavo.ops.cuda.low_bit import Form, Program, Stream, Tiles, Tuning, choice, form_of, multiply, workspace_size
 from octavo.ops.packed import DenseWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import pack_coded
 from octavo.ops.triton.launch import sm_count
@@ -219,5 +219,5 @@ def test_a_block_may_end_where_the_inner_elements_do() -> None:
 
 def test_device_sources_differ_by_what_they_are_for() -> None:
     form = Form("int4", False, True, 128, 1, 1, 1, True, False, False)
-    sources = {device_source(f, t, 512) for f in (form, dataclasses.replace(form, half=True)) for t in TUNINGS}
+    sources = {Program(f, t, 512).device_source() for f in (form, dataclasses.replace(form, half=True)) for t in TUNINGS}
     assert len(sources) == 2 * len(TUNINGS)

@@ -7,9 +7,27 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from octavo.ops.cuda.chunk_plan import COUNT, POSITION, plan_chunks
-from octavo.ops.cuda.paged_prefill import Form, arguments, boxes, form_of, paged_prefill, source, wins
+from octavo.ops.cuda.chunk_plan import (
+    BEGIN,
+    CONTEXT,
+    COUNT,
+    END,
+    FIRST_PART,
+    ITEM_FIELDS,
+    KEYS,
+    NUM_PARTS,
+    PART,
+    POSITION,
+    ROW,
+    TOKEN,
+    most_items,
+    most_parts,
+    plan_chunks,
+)
+from octavo.ops.cuda.paged_prefill import Form, Parts, arguments, boxes, form_of, paged_prefill, source, wins
 from tests.ops.triton.paged import PagedCase, attention_reference, paged_case, relative_error
 from tests.support.cuda_emulator import COMPILER, MACHINE, emulated
 
@@ -22,19 +40,28 @@ SMS = 3
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
 
 
-def run(case: PagedCase, *, first_token: int = 0) -> torch.Tensor:
+def run(case: PagedCase, *, first_token: int = 0, sms: int = 1, empty: int = 0) -> torch.Tensor:
+    """sms: that the plan is made for; 1: no item's keys are cut. empty: items behind the others."""
     _, heads, head_dim = case.q.shape
     _, kv_heads, block, _ = case.key_cache.shape
     form = form_of(case.q.dtype, case.key_cache.dtype, head_dim, block, kv_heads, heads // kv_heads)
     assert form is not None
-    plan = plan_chunks(np.array(case.starts, np.int32), np.array(case.counts, np.int32), first_token, form.tokens)
+    starts, counts = np.array(case.starts, np.int32), np.array(case.counts, np.int32)
+    plan = plan_chunks(starts, counts, first_token, form.tokens, kv_heads, sms)
+    assert (plan[:, NUM_PARTS].max() > 1) == (sms > 1)
+    plan = np.concatenate((plan, np.zeros((empty, ITEM_FIELDS), np.int32)))
     items, out = torch.from_numpy(plan).to(DEVICE), torch.full_like(case.q, float("nan"))
+    parts = Parts.allocate(form, sms, DEVICE)
+    parts.sums.fill_(float("nan"))
+    parts.stats.fill_(float("nan"))
     scale = head_dim**-0.5
     if ON_GPU:
-        return paged_prefill(case.q, case.key_cache, case.value_cache, case.block_tables, items, out, form, scale=scale)
-    packed = arguments(case.block_tables, items, out, form, scale=scale)
-    kernel = emulated(source(form, MACHINE.read_text()), "paged_prefill", 3)
-    kernel(packed, *boxes(case.q, case.key_cache, case.value_cache, form), SMS, 1, 1)
+        paged_prefill(case.q, case.key_cache, case.value_cache, case.block_tables, items, parts, out, form, scale=scale)
+    else:
+        packed = arguments(case.block_tables, items, parts, out, scale=scale)
+        kernel = emulated(source(form, MACHINE.read_text()), "paged_prefill", 3)
+        kernel(packed, *boxes(case.q, case.key_cache, case.value_cache, form), SMS, 1, 1)
+    assert not parts.counters.any()
     return out
 
 
@@ -97,6 +124,34 @@ def test_bits_do_not_depend_on_how_a_prompt_was_chunked(factor: float) -> None:
         assert torch.equal(run(rest), whole[cut:])
 
 
+@pytest.mark.parametrize("factor", [1, 300])
+@pytest.mark.parametrize(
+    ("starts", "counts", "heads", "kv_heads", "head_dim"),
+    [([700], [3], 4, 1, 64), ([620, 0], [40, 5], 4, 1, 128), ([639, 640], [2, 1], 1, 1, 64)],
+)
+def test_keys_cut_into_parts(starts: list[int], counts: list[int], heads: int, kv_heads: int, head_dim: int, factor: float) -> None:
+    torch.manual_seed(4)
+    case = case_of(starts, counts, heads, kv_heads, head_dim)
+    case.q.mul_(factor)
+    cut = run(case, sms=40)
+    assert relative_error(cut, attention_reference(case, scale=head_dim**-0.5)) < LIMITS[case.q.dtype]
+
+
+def test_empty_items_change_nothing() -> None:
+    case = case_of([900, 10], [2, 20], kv_heads=1)
+    assert torch.equal(run(case, sms=40, empty=5), run(case, sms=40))
+
+
+def test_what_is_no_number_stays_in_its_row_of_all_parts() -> None:
+    case = case_of([900], [20], kv_heads=1)
+    clean = run(case, sms=40)
+    case.q[7, 1] = float("nan")
+    got = run(case, sms=40)
+    assert got[7, 1].isnan().all()
+    got[7, 1] = clean[7, 1]
+    assert torch.equal(got, clean)
+
+
 @pytest.mark.parametrize("block", [32, 128])
 def test_whatever_the_block_size(block: int) -> None:
     case = case_of([0, 50, 300], [40, 1, 70], block=block)
@@ -133,27 +188,64 @@ def test_every_form_fits(head_dim: int, group: int) -> None:
     assert form.slots >= 4
 
 
-def test_plans_have_every_token_once_and_the_longest_first() -> None:
-    starts, counts = np.array([0, 700, 3], np.int32), np.array([100, 33, 1], np.int32)
-    plan = plan_chunks(starts, counts, 7, 32)
-    tokens = sorted(t for _, token, _, count, *_ in plan.tolist() for t in range(token, token + count))
-    assert tokens == list(range(7, 7 + 134))
-    keys = (plan[:, POSITION] + plan[:, COUNT]).tolist()
-    assert keys == sorted(keys, reverse=True)
-    for row, token, position, count, context, *_ in plan.tolist():
-        assert position - starts[row] == token - 7 - [0, 100, 133][row]
-        assert position + count <= context == starts[row] + counts[row]
+ROWS = st.lists(st.tuples(st.integers(0, 20000), st.integers(1, 700)), min_size=1, max_size=40)
+
+
+@given(ROWS, st.sampled_from([(1, 128), (2, 64), (8, 32), (8, 4)]), st.sampled_from([1, 8, 132]))
+def test_plans_have_every_query_and_key_once_and_the_longest_first(rows: list[tuple[int, int]], form: tuple[int, int], sms: int) -> None:
+    kv_heads, tokens = form
+    starts, counts = np.array(rows, np.int32).T
+    plan = plan_chunks(starts, counts, 7, tokens, kv_heads, sms)
+    assert len(plan) <= most_items(int(counts.sum()), len(rows), tokens, kv_heads, sms)
+    sizes = (plan[:, END] - plan[:, BEGIN]).tolist()
+    assert sizes == sorted(sizes, reverse=True) and min(sizes) > 0
+    firsts, places = 7 + np.cumsum(counts) - counts, []
+    found: dict[int, list[list[int]]] = {}
+    for item in plan.tolist():
+        row, token, position = item[ROW], item[TOKEN], item[POSITION]
+        assert position - starts[row] == token - firsts[row]
+        assert position + item[COUNT] <= item[CONTEXT] == starts[row] + counts[row]
+        found.setdefault(token, []).append(item)
+    tokens_of = sorted(t for token, items in found.items() for t in range(token, token + items[0][COUNT]))
+    assert tokens_of == list(range(7, 7 + counts.sum()))
+    for items in found.values():
+        items.sort(key=lambda item: item[BEGIN])
+        ends = [0, *(item[END] for item in items)]
+        assert [item[BEGIN] for item in items] == ends[:-1]
+        assert ends[-1] == -(-(items[0][POSITION] + items[0][COUNT]) // KEYS)
+        assert items[-1][BEGIN] * KEYS <= items[0][POSITION], "each query sees a key of each part"
+        assert {item[NUM_PARTS] for item in items} == {len(items)}
+        if len(items) == 1:
+            assert items[0][PART] == items[0][FIRST_PART] == -1
+            continue
+        assert [item[PART] - item[FIRST_PART] for item in items] == list(range(len(items)))
+        places += [item[PART] for item in items]
+    assert sorted(places) == list(range(len(places)))
+    assert len(places) <= most_parts(kv_heads, sms)
 
 
 @pytest.mark.parametrize(
-    ("starts", "counts", "expected"),
-    [([0], [8192], True), ([8192], [256], True), ([8192], [64], False), ([0] * 8, [128] * 8, True), ([16000, 0], [32, 300], False)],
+    ("starts", "counts", "most"),
+    [([8192], [32], 1.3), ([8192], [64], 1.3), ([8192], [256], 1.3), ([16000, 0], [32, 300], 1.3), ([8192] * 4, [20] * 4, 1.3)],
 )
-def test_few_queries_of_long_contexts_are_left_to_triton(starts: list[int], counts: list[int], expected: bool) -> None:
-    form = Form(False, 128, 16, 8, 4)
-    plan = plan_chunks(np.array(starts, np.int32), np.array(counts, np.int32), 0, form.tokens)
-    assert wins(plan, form, 132) == expected
-    assert not wins(plan, Form(False, 64, 16, 8, 4), 132), "not measured"
+def test_few_queries_of_long_contexts_are_spread_over_all_sms(starts: list[int], counts: list[int], most: float) -> None:
+    """The longest SM has at most so many times an equal share of the tiles."""
+    plan = plan_chunks(np.array(starts, np.int32), np.array(counts, np.int32), 0, 32, 8, 132)
+    tiles = np.repeat(plan[:, END] - plan[:, BEGIN], 8)
+    turns = np.zeros((-(-len(tiles) // 132), 132))
+    turns.reshape(-1)[: len(tiles)] = tiles
+    turns[1::2] = turns[1::2, ::-1]
+    assert turns.sum(0).max() <= most * tiles.sum() / 132 + 1
+
+
+def test_large_chunks_are_not_cut() -> None:
+    for starts, counts in (([0], [8192]), ([0] * 14, [560] * 14), ([30000], [1024])):
+        plan = plan_chunks(np.array(starts, np.int32), np.array(counts, np.int32), 0, 32, 8, 132)
+        assert (plan[:, NUM_PARTS] == 1).all()
+
+
+def test_where_it_is_measured_it_wins() -> None:
+    assert wins(Form(False, 128, 16, 8, 4)) and not wins(Form(False, 64, 16, 8, 4))
 
 
 @pytest.mark.gpu

@@ -9,16 +9,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from octavo.ops.cuda.compiler import in_background
-from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
-from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.ops.cuda.compiled import kernel
+from octavo.ops.cuda.launch import Boxes, tensor_map
+from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
 _SOURCES = Path(__file__).parent / "kernels"
@@ -59,8 +58,6 @@ class Tuning:
     """Parts of the inner dimension, none of which may be without a chunk."""
     depth: int = 1
     """Chunks that are copied and multiplied at once."""
-
-    name = "dense_rows"
 
     @property
     def warpgroups(self) -> int:
@@ -122,8 +119,25 @@ def source(form: Form, tuning: Tuning, machine: str) -> str:
     return "\n".join([*lines, machine, (_SOURCES / "dense.cu").read_text()])
 
 
-def device_source(form: Form, tuning: Tuning) -> str:
-    return source(form, tuning, (_SOURCES / "simt.h").read_text() + _product(form, tuning.columns))
+@dataclass(frozen=True)
+class Program:
+    """A kernel for operands of a form, tuned so."""
+
+    form: Form
+    tuning: Tuning
+
+    name = "dense_rows"
+
+    @property
+    def threads(self) -> int:
+        return self.tuning.threads
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tuning.shared_bytes
+
+    def device_source(self) -> str:
+        return source(self.form, self.tuning, (_SOURCES / "simt.h").read_text() + _product(self.form, self.tuning.columns))
 
 
 def _product(form: Form, columns: int) -> str:
@@ -229,23 +243,6 @@ def workspace_size(columns: int, tuning: Tuning) -> tuple[int, int]:
     return (tiles * tuning.split * -(-tuning.rows // 16) * 16 * tuning.columns, tiles) if tuning.split > 1 else (0, 0)
 
 
-@functools.cache
-def _code(form: Form, tuning: Tuning, device: torch.device) -> Future[bytes]:
-    return in_background(device_source(form, tuning), device)
-
-
-@functools.cache
-def _kernel(form: Form, tuning: Tuning, device: torch.device) -> Kernel:
-    code = _code(form, tuning, device).result()
-    with torch.cuda.device(device):
-        return Kernel(code, tuning.name, tuning.threads, tuning.shared_bytes, overlap=overlap_supported(device))
-
-
-def prepare(form: Form, tuning: Tuning, device: torch.device) -> None:
-    """Begin to compile what `multiply` will launch."""
-    _code(form, tuning, device)
-
-
 def takes(matrix: torch.Tensor) -> bool:
     """Whether the copy engine can read a matrix as it lies."""
     return matrix.stride(1) == 1 and matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
@@ -277,9 +274,8 @@ def multiply(
     assert len(x) <= tuning.rows and (
         not elements or (workspace is not None and len(workspace.parts) >= elements and len(workspace.counters) >= tiles)
     )
-    kernel = _kernel(form, tuning, x.device)
     packed = arguments(len(x), weight, form, bias, out, workspace, scales)
     grid = grid_of(len(weight), tuning, sm_count(x.device))
     boxes = boxes_of(x, tuning.rows, tuning.depth), boxes_of(weight, tuning.columns, tuning.depth)
-    kernel.launch(grid, packed, *map(tensor_map, boxes))
+    kernel(Program(form, tuning), x.device).launch(grid, packed, *map(tensor_map, boxes))
     return out

@@ -14,7 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.ops.triton.decode_plan import MOST_BUNDLED, Bundles, Int32, Int64, repeated, worth_it
+from octavo.ops.triton.decode_plan import (
+    MEMBER_FIELDS,
+    MOST_BUNDLED,
+    Bundles,
+    Capacity,
+    DecodePlan,
+    Int32,
+    Int64,
+    repeated,
+    worth_it,
+)
 
 ITEM_FIELDS = 12
 ROW, LO, HI, CONTEXT, PART, FIRST_PART, NUM_PARTS, MEMBERS, HEAD, NEXT = range(10)
@@ -23,50 +33,19 @@ ROW, LO, HI, CONTEXT, PART, FIRST_PART, NUM_PARTS, MEMBERS, HEAD, NEXT = range(1
 parts. `next` is where the block's next item is (0: nowhere); its first is at the block's number, and has hi = 0 if it has none. Where
 `members` is not 0, the queries of that many rows attend; `row` is one of them, and `part` the place of the first in the list of members."""
 
-MEMBER_FIELDS = 4
-MEMBER_ROW, MEMBER_PART, MEMBER_FIRST_PART, MEMBER_NUM_PARTS = range(MEMBER_FIELDS)
-"""Columns of a member: a row, and the item's part of it, as above."""
-
 _TILE = 16
 
 
-@dataclass(frozen=True)
-class EvenCapacity:
-    """Sizes of the arrays that a plan, and the graph that replays it, must fit."""
-
+@dataclass(frozen=True, kw_only=True)
+class EvenCapacity(Capacity):
     kv_heads: int
     blocks: int
     """Shares, one a thread block."""
-    items: int
-    parts: int
-    """Places for partial results of a KV head."""
-    members: int = 0
-    """Places in the list of members. 0: rows are never bundled."""
 
-    @property
-    def size(self) -> int:
-        """Numbers in a plan."""
-        return self.items * ITEM_FIELDS + self.members * MEMBER_FIELDS
+    item_fields = ITEM_FIELDS
 
 
-@dataclass(frozen=True)
-class EvenPlan:
-    numbers: Int32
-    """[capacity.size]: the items, then the members."""
-    capacity: EvenCapacity
-    num_items: int
-    num_parts: int
-    num_members: int
-
-    @property
-    def items(self) -> Int32:
-        """[capacity.items, ITEM_FIELDS]"""
-        return self.numbers[: self.capacity.items * ITEM_FIELDS].reshape(-1, ITEM_FIELDS)
-
-    @property
-    def members(self) -> Int32:
-        """[capacity.members, MEMBER_FIELDS]"""
-        return self.numbers[self.capacity.items * ITEM_FIELDS :].reshape(-1, MEMBER_FIELDS)
+EvenPlan = DecodePlan[EvenCapacity]
 
 
 def even_capacity(max_rows: int, num_kv_heads: int, blocks: int, *, bundle: int = 1) -> EvenCapacity:
@@ -78,12 +57,12 @@ def even_capacity(max_rows: int, num_kv_heads: int, blocks: int, *, bundle: int 
     pairs = max_rows * num_kv_heads
     if bundle == 1 or max_rows == 1:
         # A block has at most two parts of what is cut: its first item and its last.
-        return EvenCapacity(num_kv_heads, blocks, items=blocks + pairs, parts=2 * blocks)
+        return EvenCapacity(kv_heads=num_kv_heads, blocks=blocks, items=blocks + pairs, parts=2 * blocks)
     # Each row in a bundle has at least two parts, what it shares and its own; a cut adds one for each row that it cuts.
     shared = min(max_rows, MOST_BUNDLED) * num_kv_heads
     return EvenCapacity(
-        num_kv_heads,
-        blocks,
+        kv_heads=num_kv_heads,
+        blocks=blocks,
         items=blocks + pairs + shared // 2,
         parts=2 * shared + (2 + bundle) * blocks,
         members=shared + bundle * blocks,
@@ -229,17 +208,8 @@ def _bundled(rows: Int64, lens: Int64, bundles: Bundles, capacity: EvenCapacity,
 
 
 def _packed(columns: Int64, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
-    num_items, num_members = columns.shape[1], members.shape[1]
-    leads = np.ones(num_items, dtype=np.bool_)
+    leads = np.ones(len(block), dtype=np.bool_)
     np.not_equal(block[1:], block[:-1], out=leads[1:])
     place = np.where(leads, block, capacity.blocks - 1 + np.cumsum(~leads))
-    if int(place.max(initial=0)) >= capacity.items or num_parts > capacity.parts or num_members > capacity.members:
-        raise ValueError(
-            f"A decode plan of {num_items} items, {num_parts} parts and {num_members} members does not fit a capacity of "
-            f"{capacity.items}, {capacity.parts} and {capacity.members}: capture with a larger one."
-        )
     columns[NEXT, :-1] = np.where(leads[1:], 0, place[1:])
-    plan = EvenPlan(np.zeros(capacity.size, dtype=np.int32), capacity, num_items, num_parts, num_members)
-    plan.items[place] = columns.T
-    plan.members[:num_members] = members.T
-    return plan
+    return DecodePlan.of(capacity, columns, place, members, num_parts)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.compiler import in_background
-from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
-from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.ops.cuda.compiled import kernel
+from octavo.ops.cuda.compiled import prepare as prepare_program
+from octavo.ops.cuda.launch import Boxes, tensor_map
+from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBit, LowBitLayout, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
@@ -331,11 +330,42 @@ def source(form: Form, tuning: Tuning | Inputs, inner: int, machine: str) -> str
     return "\n".join([*lines, machine, (_SOURCES / "low_bit.h").read_text(), (_SOURCES / tuning.source).read_text()])
 
 
-def device_source(form: Form, tuning: Tuning | Inputs, inner: int) -> str:
-    machine = (_SOURCES / "simt.h").read_text()
-    if isinstance(tuning, Tiles):
-        machine += _warpgroup_mma(tuning.inputs.rows_a_pass, half=form.half, integers=tuning.integers)
-    return source(form, tuning, inner, machine)
+@dataclass(frozen=True)
+class Program:
+    """A kernel for a weight of a form, tuned so."""
+
+    form: Form
+    tuning: Tuning | Inputs
+    inner: int
+    """Inner elements, where the kernel is made for their number; else 0."""
+
+    @classmethod
+    def of(cls, form: Form, tuning: Tuning, inner: int) -> Program:
+        return cls(form, tuning, inner if isinstance(tuning, Stream) else 0)
+
+    @classmethod
+    def of_inputs(cls, form: Form, tuning: Tiles, inner: int) -> Program:
+        """That puts x in order. What does not matter to it is left out of the form, so that as many weights as may be share it."""
+        form = dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False)
+        return cls(form, tuning.inputs, inner)
+
+    @property
+    def name(self) -> str:
+        return self.tuning.name
+
+    @property
+    def threads(self) -> int:
+        return self.tuning.threads
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tuning.shared_bytes(self.form, self.inner)
+
+    def device_source(self) -> str:
+        machine, tuning = (_SOURCES / "simt.h").read_text(), self.tuning
+        if isinstance(tuning, Tiles):
+            machine += _warpgroup_mma(tuning.inputs.rows_a_pass, half=self.form.half, integers=tuning.integers)
+        return source(self.form, tuning, self.inner, machine)
 
 
 def _warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:
@@ -440,34 +470,11 @@ def workspace_size(rows: int, columns: int, inner: int, tuning: Tuning, sms: int
     return (blocks * 2 * tuning.rows * tuning.columns, tiles * 4 * tuning.warpgroups)
 
 
-@functools.cache
-def _code(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device) -> Future[bytes]:
-    return in_background(device_source(form, tuning, inner), device)
-
-
-@functools.cache
-def _kernel(form: Form, tuning: Tuning | Inputs, inner: int, device: torch.device) -> Kernel:
-    code = _code(form, tuning, inner, device).result()
-    shared = tuning.shared_bytes(form, inner)
-    with torch.cuda.device(device):
-        return Kernel(code, tuning.name, tuning.threads, shared, overlap=overlap_supported(device))
-
-
 def prepare(form: Form, tuning: Tuning, inner: int, device: torch.device) -> None:
     """Begin to compile what `multiply` will launch."""
-    _code(form, tuning, _inner(tuning, inner), device)
+    prepare_program(Program.of(form, tuning, inner), device)
     if isinstance(tuning, Tiles):
-        _code(_form_of_inputs(form), tuning.inputs, inner, device)
-
-
-def _form_of_inputs(form: Form) -> Form:
-    """Without what does not matter to `inputs`."""
-    return dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False)
-
-
-def _inner(tuning: Tuning, inner: int) -> int:
-    """Inner elements, where the kernel is made for their number."""
-    return inner if isinstance(tuning, Stream) else 0
+        prepare_program(Program.of_inputs(form, tuning, inner), device)
 
 
 def multiply(
@@ -492,8 +499,8 @@ def multiply(
     images = None
     if isinstance(tuning, Tiles):
         images = Images.allocate(len(x), inner, form, tuning.inputs, x.device)
-        _kernel(_form_of_inputs(form), tuning.inputs, inner, x.device).launch((len(x), 1, 1), images.arguments(x, inner))
-    kernel = _kernel(form, tuning, _inner(tuning, inner), x.device)
+        kernel(Program.of_inputs(form, tuning, inner), x.device).launch((len(x), 1, 1), images.arguments(x, inner))
     grid = grid_of(len(x), weight.out_features, inner, tuning, sms)
-    kernel.launch(grid, arguments(x, images, weight, layout, bias, out, workspace), tensor_map(boxes_of(weight, form, tuning, inner)))
+    packed = arguments(x, images, weight, layout, bias, out, workspace)
+    kernel(Program.of(form, tuning, inner), x.device).launch(grid, packed, tensor_map(boxes_of(weight, form, tuning, inner)))
     return out

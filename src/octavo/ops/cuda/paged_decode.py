@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 
-from octavo.ops.cuda.compiler import in_background
+from octavo.ops.cuda.compiled import kernel
 from octavo.ops.cuda.even_plan import ITEM_FIELDS, EvenCapacity, EvenPlan
-from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
-from octavo.ops.triton.launch import overlap_supported
+from octavo.ops.cuda.launch import Boxes, tensor_map
 from octavo.ops.triton.turns import EARLY, overlap
 
 _SOURCES = Path(__file__).parent / "kernels"
@@ -27,7 +24,6 @@ _MOST_PER_SM = 5
 """KV heads of rows."""
 _MEASURED = (128,)
 """Head sizes at which it is known to be the faster one."""
-_THREADS = 3 * 32 * _WARPS
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,9 @@ class Form:
     group: int
     bundles: bool
     """Whether plans may hold bundles of rows."""
+
+    name = "paged_decode"
+    threads = 3 * 32 * _WARPS
 
     @property
     def group_pad(self) -> int:
@@ -73,6 +72,9 @@ class Form:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
         more = {"GROUP_PAD": self.group_pad, "BUNDLES": self.bundles, "STAGES": self.stages}
         return {name: int(value) for name, value in (names | more | {"BUFFERS": self.buffers, "WARPGROUP": 0}).items()}
+
+    def device_source(self) -> str:
+        return source(self, (_SOURCES / "simt.h").read_text())
 
 
 @dataclass(frozen=True)
@@ -175,32 +177,6 @@ def arguments(
     )
 
 
-@functools.cache
-def _code(form: Form, device: torch.device) -> Future[bytes]:
-    return in_background(source(form, (_SOURCES / "simt.h").read_text()), device)
-
-
-@functools.cache
-def _kernel(form: Form, device: torch.device) -> Kernel:
-    code = _code(form, device).result()
-    with torch.cuda.device(device):
-        return Kernel(code, "paged_decode", _THREADS, form.shared_bytes, overlap=overlap_supported(device))
-
-
-def prepare(form: Form, device: torch.device) -> None:
-    """Begin to compile what `paged_decode` will launch."""
-    _code(form, device)
-
-
-def finish_preparing(form: Form, device: torch.device) -> None:
-    """Wait for `prepare`.
-
-    Raises:
-        CompilerError: the kernel cannot be compiled.
-    """
-    _code(form, device).result()
-
-
 def paged_decode(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -218,7 +194,7 @@ def paged_decode(
     The kernel before may have written what a row has in its last 16 positions; all other keys and values, the plan and the block
     tables must be older.
     """
-    kernel = _kernel(form, q.device)
     packed = arguments(q, block_tables, workspace, out, scale=scale, sliding_window=sliding_window)
-    kernel.launch((workspace.capacity.blocks, 1, 1), packed, tensor_map(boxes_of(key_cache)), tensor_map(boxes_of(value_cache)))
+    maps = tensor_map(boxes_of(key_cache)), tensor_map(boxes_of(value_cache))
+    kernel(form, q.device).launch((workspace.capacity.blocks, 1, 1), packed, *maps)
     return out

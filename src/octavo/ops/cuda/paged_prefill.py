@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.chunk_plan import COUNT, ITEM_FIELDS, POSITION, Int32
-from octavo.ops.cuda.compiler import in_background
-from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
-from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.ops.cuda.chunk_plan import ITEM_FIELDS, KEYS, most_parts
+from octavo.ops.cuda.compiled import kernel
+from octavo.ops.cuda.launch import Boxes, tensor_map
+from octavo.ops.triton.launch import sm_count
 
 _SOURCES = Path(__file__).parent / "kernels"
 _LOG2_E = 1.4426950408889634
@@ -22,12 +20,8 @@ _COPYING_THREADS = 128
 _MOST_SLOTS = 6
 _WARPGROUPS = 2
 """That attend, each to 64 rows, which are tokens x query heads of a KV head."""
-_KEYS = 128
-"""Of a tile."""
 _MEASURED = (128,)
 """Head sizes at which it is known to be the faster one."""
-_LONGEST = 2.5
-"""Times the keys of its longest item an SM may have to go through, compared with an equal share, for it to be the faster one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,8 @@ class Form:
     """Tokens of a cache block."""
     kv_heads: int
     group: int
+
+    name = "paged_prefill"
 
     @property
     def tokens(self) -> int:
@@ -62,7 +58,7 @@ class Form:
 
     @property
     def _tile_bytes(self) -> int:
-        return _KEYS * 2 * self.head_dim
+        return KEYS * 2 * self.head_dim
 
     @property
     def shared_bytes(self) -> int:
@@ -70,15 +66,18 @@ class Form:
 
     def definitions(self) -> dict[str, int]:
         names = {"HALF": self.half, "DIM": self.head_dim, "BLOCK": self.block, "KV_HEADS": self.kv_heads, "GROUP": self.group}
-        more = {"WARPGROUPS": _WARPGROUPS, "KEYS": _KEYS, "SLOTS": self.slots, "WARPGROUP": 1}
+        more = {"WARPGROUPS": _WARPGROUPS, "KEYS": KEYS, "SLOTS": self.slots, "WARPGROUP": 1}
         return {name: int(value) for name, value in (names | more).items()}
+
+    def device_source(self) -> str:
+        return source(self, (_SOURCES / "simt.h").read_text() + _products(self))
 
 
 class Arguments(ctypes.Structure):
     """`Args` of `kernels/paged_prefill.cu`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("items", "table", "out")),
+        *((name, ctypes.c_void_p) for name in ("items", "table", "out", "sums", "stats", "counters")),
         ("out_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("table_stride", "num_items")),
         ("scale", ctypes.c_float),
@@ -94,20 +93,34 @@ def form_of(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, block: 
     return Form(dtype == torch.float16, head_dim, block, kv_heads, group)
 
 
-def wins(items: Int32, form: Form, sms: int) -> bool:
-    """Whether it is known to be the faster one for a plan: an item's keys are not divided among SMs, as they are by Triton's kernel."""
-    tiles = -(-(items[:, POSITION] + items[:, COUNT]) // _KEYS)
-    return form.head_dim in _MEASURED and int(tiles.max()) * sms <= _LONGEST * form.kv_heads * int(tiles.sum())
+def wins(form: Form) -> bool:
+    """Whether it is known to be the faster one."""
+    return form.head_dim in _MEASURED
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Device buffers for the parts of items whose keys are cut, one in use a stream at a time."""
+
+    sums: torch.Tensor
+    stats: torch.Tensor
+    counters: torch.Tensor
+    """`Args` of `kernels/paged_prefill.cu` says what is in them."""
+
+    @classmethod
+    def allocate(cls, form: Form, sms: int, device: torch.device) -> Parts:
+        warps = most_parts(form.kv_heads, sms) * form.kv_heads * 4 * _WARPGROUPS
+        return cls(
+            sums=torch.empty(warps, 16 * form.head_dim, device=device),
+            stats=torch.empty(warps, 128, device=device),
+            counters=torch.zeros(warps, dtype=torch.int32, device=device),
+        )
 
 
 def source(form: Form, machine: str) -> str:
     """The program; `machine` is the text of `simt.h`, and where that is the device's, of `products`."""
     lines = [f"#define {name} {value}" for name, value in form.definitions().items()]
     return "\n".join([*lines, machine, (_SOURCES / "paged_prefill.cu").read_text()])
-
-
-def device_source(form: Form) -> str:
-    return source(form, (_SOURCES / "simt.h").read_text() + _products(form))
 
 
 def _products(form: Form) -> str:
@@ -119,14 +132,14 @@ def _products(form: Form) -> str:
     def sums(count: int) -> tuple[str, str]:
         return ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(d[{i}])' for i in range(count))
 
-    keys, dim = _KEYS // 2, form.head_dim // 2
+    keys, dim = KEYS // 2, form.head_dim // 2
     scores, score_operands = sums(keys)
     values, value_operands = sums(dim)
     a = ", ".join(f"%{dim + i}" for i in range(4))
     return f"""
 INLINE void score_mma(float (&d)[{keys}], u32 q, u32 k, int byte, bool add) {{
   asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{keys + 2}, 0;\\n"
-               "wgmma.mma_async.sync.aligned.m64n{_KEYS}k16.f32.{dtype}.{dtype} {{{scores}}}, %{keys}, %{keys + 1}, add, 1, 1, 0, 0;\\n}}"
+               "wgmma.mma_async.sync.aligned.m64n{KEYS}k16.f32.{dtype}.{dtype} {{{scores}}}, %{keys}, %{keys + 1}, add, 1, 1, 0, 0;\\n}}"
                : {score_operands}
                : "l"(swizzled_operand(q, byte)), "l"(swizzled_operand(k, byte)), "r"((int)add));
 }}
@@ -158,42 +171,19 @@ def boxes(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, f
     return query_boxes(q, form), cache_boxes(key_cache, 1), cache_boxes(value_cache, form.head_dim // 64)
 
 
-def arguments(block_tables: torch.Tensor, items: torch.Tensor, out: torch.Tensor, form: Form, *, scale: float) -> Arguments:
+def arguments(block_tables: torch.Tensor, items: torch.Tensor, parts: Parts, out: torch.Tensor, *, scale: float) -> Arguments:
     return Arguments(
         items=items.data_ptr(),
         table=block_tables.data_ptr(),
         out=out.data_ptr(),
+        sums=parts.sums.data_ptr(),
+        stats=parts.stats.data_ptr(),
+        counters=parts.counters.data_ptr(),
         out_stride=2 * out.stride(0),
         table_stride=block_tables.stride(0),
         num_items=len(items),
         scale=scale * _LOG2_E,
     )
-
-
-@functools.cache
-def _code(form: Form, device: torch.device) -> Future[bytes]:
-    return in_background(device_source(form), device)
-
-
-@functools.cache
-def _kernel(form: Form, device: torch.device) -> Kernel:
-    code = _code(form, device).result()
-    with torch.cuda.device(device):
-        return Kernel(code, "paged_prefill", form.threads, form.shared_bytes, overlap=overlap_supported(device))
-
-
-def prepare(form: Form, device: torch.device) -> None:
-    """Begin to compile what `paged_prefill` will launch."""
-    _code(form, device)
-
-
-def finish_preparing(form: Form, device: torch.device) -> None:
-    """Wait for `prepare`.
-
-    Raises:
-        CompilerError: the kernel cannot be compiled.
-    """
-    _code(form, device).result()
 
 
 def paged_prefill(
@@ -202,6 +192,7 @@ def paged_prefill(
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     items: torch.Tensor,
+    parts: Parts,
     out: torch.Tensor,
     form: Form,
     *,
@@ -210,13 +201,12 @@ def paged_prefill(
     """As `ops.triton.paged_prefill.paged_prefill`, up to rounding.
 
     Args:
-        items: [items, ITEM_FIELDS] int32 of `plan_chunks`, for `form.tokens`, on the device.
+        items: [items, ITEM_FIELDS] int32 of `plan_chunks`, for `form.tokens`, on the device; empty ones may follow.
     """
     assert items.shape[1] == ITEM_FIELDS
     if len(items) == 0:
         return out
-    kernel = _kernel(form, q.device)
     blocks = min(sm_count(q.device), len(items) * form.kv_heads)
-    packed = arguments(block_tables, items, out, form, scale=scale)
-    kernel.launch((blocks, 1, 1), packed, *map(tensor_map, boxes(q, key_cache, value_cache, form)))
+    packed = arguments(block_tables, items, parts, out, scale=scale)
+    kernel(form, q.device).launch((blocks, 1, 1), packed, *map(tensor_map, boxes(q, key_cache, value_cache, form)))
     return out

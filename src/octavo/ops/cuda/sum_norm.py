@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda.compiler import in_background
-from octavo.ops.cuda.launch import Kernel
-from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.ops.cuda.compiled import kernel
+from octavo.ops.triton.launch import sm_count
 
 _SOURCES = Path(__file__).parent / "kernels"
 PIECE = 16
 """Bytes that a thread has at a time."""
-_SHARED_BYTES = 256
 _THREADS_AN_SM = 1024
 """That wait on an SM: half of what it has room for, so that registers are no matter."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,7 +39,7 @@ class Form:
     """Each four bytes travel with their row's epoch, instead of a flag behind the row."""
     two_shots: bool
 
-    name = "sum_norm"
+    name, shared_bytes = "sum_norm", 256
 
     @property
     def pieces(self) -> int:
@@ -79,6 +76,9 @@ class Form:
             "THREADS": self.threads,
             "BLOCKS_A_SM": self.blocks_an_sm,
         }
+
+    def device_source(self) -> str:
+        return source(self, (_SOURCES / "simt.h").read_text())
 
 
 def takes(dtype: torch.dtype, dim: int) -> bool:
@@ -185,32 +185,6 @@ def grid_of(form: Form, rows: int, sms: int) -> tuple[int, int, int]:
     return (min(rows, sms * form.blocks_an_sm), 1, 1)
 
 
-@functools.cache
-def _code(form: Form, device: torch.device) -> Future[bytes]:
-    return in_background(source(form, (_SOURCES / "simt.h").read_text()), device)
-
-
-@functools.cache
-def _kernel(form: Form, device: torch.device) -> Kernel:
-    code = _code(form, device).result()
-    with torch.cuda.device(device):
-        return Kernel(code, form.name, form.threads, _SHARED_BYTES, overlap=overlap_supported(device))
-
-
-def prepare(form: Form, device: torch.device) -> None:
-    """Begin to compile what `launch` will launch."""
-    _code(form, device)
-
-
-def load(form: Form, device: torch.device) -> None:
-    """Have it ready.
-
-    Raises:
-        CompilerError: with the compiler's messages.
-    """
-    _kernel(form, device)
-
-
 def launch(form: Form, device: torch.device, arguments: ctypes.Structure, rows: int) -> None:
-    """For `packed` arguments. See `load`."""
-    _kernel(form, device).launch(grid_of(form, rows, sm_count(device)), arguments)
+    """For `packed` arguments."""
+    kernel(form, device).launch(grid_of(form, rows, sm_count(device)), arguments)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,24 +45,32 @@ _LEAST_SAVED = 0.1
 """Share of all tokens that bundles must save from being read again to be worth the additional parts."""
 
 
-@dataclass(frozen=True)
-class DecodeCapacity:
-    """Sizes of the arrays that a plan, and the graph that replays it, must fit."""
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Sizes of the arrays that a plan, and the graph that replays it, must fit; of this kernel and of `ops.cuda.paged_decode`."""
 
     items: int
     parts: int
     """Places for partial results."""
-    cuts: int
-    """Shares that all rows' work is divided into; a row longer than its share is cut."""
-    at_once: int
-    """Items that start together; the others follow where one ends."""
     members: int = 0
     """Places in the list of members. 0: rows are never bundled."""
+
+    item_fields: ClassVar[int]
 
     @property
     def size(self) -> int:
         """Numbers in a plan."""
-        return self.items * ITEM_FIELDS + self.members * MEMBER_FIELDS
+        return self.items * self.item_fields + self.members * MEMBER_FIELDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCapacity(Capacity):
+    cuts: int
+    """Shares that all rows' work is divided into; a row longer than its share is cut."""
+    at_once: int
+    """Items that start together; the others follow where one ends."""
+
+    item_fields = ITEM_FIELDS
 
 
 @dataclass(frozen=True)
@@ -76,24 +85,49 @@ class Bundles:
     """[bundles] tokens that all rows of a bundle have in common."""
 
 
+C = TypeVar("C", bound=Capacity)
+
+
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(Generic[C]):
     numbers: Int32
     """[capacity.size]: the items, then the members."""
-    capacity: DecodeCapacity
+    capacity: C
     num_items: int
     num_parts: int
     num_members: int
 
+    @classmethod
+    def of(cls, capacity: C, items: Int64, places: Int64, members: Int64, num_parts: int) -> DecodePlan[C]:
+        """
+        Args:
+            items: [item_fields, items], of which each has its place.
+            members: [MEMBER_FIELDS, members]
+
+        Raises:
+            ValueError: they do not fit `capacity`.
+        """
+        num_items, num_members = items.shape[1], members.shape[1]
+        if int(places.max(initial=-1)) >= capacity.items or num_parts > capacity.parts or num_members > capacity.members:
+            raise ValueError(
+                f"A decode plan of {num_items} items, {num_parts} parts and {num_members} members does not fit a capacity of "
+                f"{capacity.items}, {capacity.parts} and {capacity.members}: capture with a larger one."
+            )
+        plan = cls(np.zeros(capacity.size, dtype=np.int32), capacity, num_items, num_parts, num_members)
+        plan.items[places] = items.T
+        plan.members[:num_members] = members.T
+        return plan
+
     @property
     def items(self) -> Int32:
-        """[capacity.items, ITEM_FIELDS]"""
-        return self.numbers[: self.capacity.items * ITEM_FIELDS].reshape(-1, ITEM_FIELDS)
+        """[capacity.items, item_fields]"""
+        fields = self.capacity.item_fields
+        return self.numbers[: self.capacity.items * fields].reshape(-1, fields)
 
     @property
     def members(self) -> Int32:
         """[capacity.members, MEMBER_FIELDS]"""
-        return self.numbers[self.capacity.items * ITEM_FIELDS :].reshape(-1, MEMBER_FIELDS)
+        return self.numbers[self.capacity.items * self.capacity.item_fields :].reshape(-1, MEMBER_FIELDS)
 
 
 def bundle_limit(group: int) -> int:
@@ -170,7 +204,7 @@ def plan_decode(
     sliding_window: int | None = None,
     bundles: Bundles | None = None,
     min_part: int = 128,
-) -> DecodePlan:
+) -> DecodePlan[DecodeCapacity]:
     """Cut the rows' contexts into items.
 
     Args:
@@ -300,21 +334,14 @@ def _cut_bundled(lens: Int64, bundles: Bundles, capacity: DecodeCapacity, min_pa
     return _Items(columns, int(places.sum()), members)
 
 
-def _finish(found: _Items, capacity: DecodeCapacity, num_kv_heads: int, sm_count: int) -> DecodePlan:
+def _finish(found: _Items, capacity: DecodeCapacity, num_kv_heads: int, sm_count: int) -> DecodePlan[DecodeCapacity]:
     """Put the items in the order in which they are to start."""
-    num_items, num_members = found.columns.shape[1], found.members.shape[1]
-    if num_items > capacity.items or found.num_parts > capacity.parts or num_members > capacity.members:
-        raise ValueError(
-            f"A decode plan of {num_items} items, {found.num_parts} parts and {num_members} members does not fit a capacity of "
-            f"{capacity.items}, {capacity.parts} and {capacity.members}: capture with a larger one."
-        )
+    num_items = found.columns.shape[1]
     # 16-bit keys sort by radix; lengths that differ by less than the alignment may go in any order.
     length = np.minimum((found.columns[HI] - found.columns[LO]) // _ALIGNMENT, 0xFFFF)
     order = np.argsort((0xFFFF - length).astype(np.uint16), kind="stable")
-    plan = DecodePlan(np.zeros(capacity.size, dtype=np.int32), capacity, num_items, found.num_parts, num_members)
-    plan.items[:num_items] = found.columns.T[order[_snake(num_items, num_kv_heads, sm_count)]]
-    plan.members[:num_members] = found.members.T
-    return plan
+    order = order[_snake(num_items, num_kv_heads, sm_count)]
+    return DecodePlan.of(capacity, found.columns[:, order], np.arange(num_items), found.members, found.num_parts)
 
 
 @functools.lru_cache(maxsize=1024)

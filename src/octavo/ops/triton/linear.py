@@ -7,7 +7,6 @@ by Triton or cuBLAS, as measured.
 from __future__ import annotations
 
 import bisect
-import logging
 from dataclasses import replace
 
 import torch
@@ -15,8 +14,8 @@ import triton
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows
-from octavo.ops.cuda import dense
-from octavo.ops.cuda.compiler import CompilerError, architecture
+from octavo.ops.cuda import compiled, dense
+from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, LinearWeight, OffsetWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import low_bit_linear, with_offsets
 from octavo.ops.triton.launch import sm_count
@@ -24,8 +23,6 @@ from octavo.ops.triton.low_bit import LowBitLinear
 from octavo.ops.triton.low_bit_matmul import unpack_weight
 from octavo.ops.triton.skinny_matmul import SkinnyTuning, SkinnyWorkspace, skinny_matmul
 from octavo.ops.triton.skinny_table import ROW_CLASSES, Choices, choices
-
-logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 _FEWEST_DENSE_ROWS = 2
@@ -45,7 +42,7 @@ class TritonLinear:
         self._low_bit = LowBitLinear()
         self._choices: dict[tuple[int, int], Choices] = {}
         """By (out_features, in_features)."""
-        self._compiles = True
+        self._cuda_kernels = compiled.Kind("dense weights")
         self._packed = 0
 
     @property
@@ -66,7 +63,7 @@ class TritonLinear:
                 form = _form(weight.dtype, bias=False)
                 for rows in range(_FEWEST_DENSE_ROWS, dense.MOST_ROWS + 1):
                     if (native := dense.choice(form, *shape, rows, sm_count(weight.device))) is not None:
-                        dense.prepare(form, native, weight.device)
+                        compiled.prepare(dense.Program(form, native), weight.device)
                         self._reserve(*dense.workspace_size(shape[0], native), weight.device)
         return DenseWeight.plain(weight)
 
@@ -97,18 +94,13 @@ class TritonLinear:
 
     def _native(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """By the CUDA C++ kernel, where it runs and takes the operands."""
-        if not self._compiles or len(x) > dense.MOST_ROWS or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
+        if len(x) > dense.MOST_ROWS or architecture(x.device) is None or not (dense.takes(x) and dense.takes(weight)):
             return None
         form = _form(x.dtype, bias=bias is not None)
         tuning = dense.choice(form, weight.shape[0], weight.shape[1], len(x), sm_count(x.device))
         if tuning is None:
             return None
-        try:
-            return dense.multiply(x, weight, bias, form, tuning, self._workspace)
-        except CompilerError as error:
-            logger.warning("A CUDA kernel for dense weights could not be compiled, slower ones take its place: %s", error)
-            self._compiles = False
-            return None
+        return self._cuda_kernels.attempt(lambda: dense.multiply(x, weight, bias, form, tuning, self._workspace))
 
     def _with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """The product with the codes, and what groups add: a small product of the inputs' sums. Of many rows the weight is unpacked anyway."""

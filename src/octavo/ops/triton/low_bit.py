@@ -9,15 +9,14 @@
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
-from octavo.ops.cuda import dense
+from octavo.ops.cuda import compiled, dense
 from octavo.ops.cuda import low_bit as cuda
-from octavo.ops.cuda.compiler import CompilerError, architecture
+from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
 from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
 from octavo.ops.triton.launch import sm_count
@@ -25,8 +24,6 @@ from octavo.ops.triton.low_bit_matmul import LowBit, add_sparse, low_bit_layout,
 from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
 from octavo.ops.triton.round_rows import round_rows, scaled_sums
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
-
-logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -38,7 +35,7 @@ class LowBitLinear:
         self._workspace: SkinnyWorkspace | None = None
         self._reserved: set[tuple[object, ...]] = set()
         """Weights that the workspace is large enough for, by all that its size depends on."""
-        self._compiles = True
+        self._cuda_kernels = compiled.Kind("low-bit weights")
         self.streams = 0
         """Weights whose products of one row are by `cuda.Stream`."""
 
@@ -64,12 +61,10 @@ class LowBitLinear:
         form = self._form(weight, x.dtype, bias=bias is not None) if rows <= _most_rows(weight) else None
         native = None if form is None else cuda.choice(form, weight.out_features, layout.inner, rows, sm_count(x.device))
         if form is not None and native is not None:
-            try:
-                return _with_outliers(
-                    weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, form, native, self._workspace)
-                )
-            except CompilerError as error:
-                self._give_up(error)
+            ordered = _aligned(_in_order(x, weight))
+            product = self._cuda_kernels.attempt(lambda: cuda.multiply(ordered, weight, bias, form, native, self._workspace))
+            if product is not None:
+                return _with_outliers(weight, ordered, product)
         tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
         if tuning is None:
             if (rounded := _eight_bit_product(x, weight, bias)) is not None:
@@ -84,7 +79,7 @@ class LowBitLinear:
 
     def _form(self, weight: LowBit, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
         """What the CUDA C++ kernels make of a weight, where they run and take it."""
-        runs = self._compiles and architecture(weight.data.device) is not None
+        runs = self._cuda_kernels.usable and architecture(weight.data.device) is not None
         return cuda.form_of(weight, dtype, bias=bias) if runs else None
 
     def _float8_product(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -93,25 +88,17 @@ class LowBitLinear:
         if found is None or not isinstance(weight, Float8Weight) or not dense.takes(weight.data):
             return None
         codes, scale = round_rows(x, weight.activations)
-        try:
-            return dense.multiply(codes, weight.data, bias, *found, self._workspace, (scale, weight.scales))
-        except CompilerError as error:
-            self._give_up(error)
-            return None
+        return self._cuda_kernels.attempt(lambda: dense.multiply(codes, weight.data, bias, *found, self._workspace, (scale, weight.scales)))
 
     def _dense(self, weight: LowBit, dtype: torch.dtype, rows: int, *, bias: bool) -> tuple[dense.Form, dense.Tuning] | None:
         """How `ops.cuda.dense` multiplies so many rows with a weight, where it does."""
         if not _MOST_ROWS_BEFORE_8_BITS < rows <= dense.MOST_ROWS or not isinstance(weight, Float8Weight):
             return None
-        if not _rounds_whole_rows(weight) or not self._compiles or architecture(weight.data.device) is None:
+        if not _rounds_whole_rows(weight) or not self._cuda_kernels.usable or architecture(weight.data.device) is None:
             return None
         form = dense.Form("float8", dtype == torch.float16, bias, weight.row_block)
         tuning = dense.choice(form, weight.out_features, weight.in_features, rows, sm_count(weight.data.device))
         return None if tuning is None else (form, tuning)
-
-    def _give_up(self, error: CompilerError) -> None:
-        logger.warning("A CUDA kernel for low-bit weights could not be compiled, slower ones take its place: %s", error)
-        self._compiles = False
 
     def _reserve(self, weight: LowBit, dtype: torch.dtype) -> None:
         """Make the workspace large enough for any number of rows, and have the kernels compiled meanwhile."""
@@ -128,7 +115,7 @@ class LowBitLinear:
                 self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
         for rows in range(1, dense.MOST_ROWS + 1):
             if (found := self._dense(weight, dtype, rows, bias=False)) is not None:
-                dense.prepare(*found, device)
+                compiled.prepare(dense.Program(*found), device)
                 self._enlarge(*dense.workspace_size(columns, found[1]), device)
         for rows in ROW_CLASSES:
             tuning = choice(layout.kind, columns, layout.inner, layout.group, rows, sm_count(device))

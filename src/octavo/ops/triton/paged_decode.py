@@ -89,7 +89,7 @@ class DecodeWorkspace:
             capacity=capacity,
         )
 
-    def load(self, plan: DecodePlan) -> None:
+    def load(self, plan: DecodePlan[DecodeCapacity]) -> None:
         """Copy a plan in. The plan must have been made for this capacity."""
         self.plan.copy_(torch.from_numpy(plan.numbers), non_blocking=True)
 

@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.ops.draw_splits import draw_splits
 from octavo.ops.registry import DrawRows
 from octavo.ops.triton.split_softmax import arrived_last
 
 _GROUP = 256
 """`sampling.random.GROUP`: part of what a seed means."""
 _GROUPS_AT_ONCE = 8
-_MOST_SPLITS = 64
 _SEARCH_TILE = 4096
 _KEY_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits of a float32 that are the same for every number of the dtype."""
@@ -279,7 +279,7 @@ def draw_tokens(
         return
     groups = triton.cdiv(vocab, _GROUP)
     # Enough thread blocks to fill the GPU, but none without groups.
-    splits = min(_MOST_SPLITS, max(4, triton.next_power_of_2(4096 // count)), triton.next_power_of_2(triton.cdiv(groups, _GROUPS_AT_ONCE)))
+    splits = min(draw_splits(count), triton.next_power_of_2(triton.cdiv(groups, _GROUPS_AT_ONCE)))
     share = triton.cdiv(triton.cdiv(groups, splits), _GROUPS_AT_ONCE) * _GROUPS_AT_ONCE
     device = logits.device
     scores = torch.empty(count, splits, dtype=torch.float64, device=device)

@@ -4,7 +4,9 @@
 //    thread issues a copy only every 90 ns. Keys lie as the tensor cores read a matrix of lines, values as they read a transposed one;
 //  * warpgroups attend, 64 rows each: while the tensor cores multiply a tile's weights with its values, the warps turn the next tile's
 //    scores into weights. Warpgroups ask for products in turns, so that one's softmax falls into the other's products.
-// Tiles begin at multiples of KEYS, and sums follow their order: a query's bits do not depend on how its prompt was chunked.
+// Tiles begin at multiples of KEYS, and sums follow their order: a query's bits do not depend on how its prompt was chunked, unless an
+// item's keys are cut into parts, which is done where items are too few for the SMs. Each warp leaves what its rows have of a part in
+// memory, and the last one to do so adds up all parts in their order: warps wait for nobody.
 
 #define ROWS (64 * WARPGROUPS)
 #define CONSUMERS (128 * WARPGROUPS)
@@ -25,6 +27,9 @@ struct Args {
   const int* items;
   const int* table;
   u8* out;
+  float* sums;    // of a warp's rows of a part: [parts, KV_HEADS, CONSUMERS / 32, DIM / 8, 32 lanes, 4]
+  float* stats;   // [parts, KV_HEADS, CONSUMERS / 32, 32 lanes, 4]: maxima and denominators of a lane's two rows
+  int* counters;  // [parts, KV_HEADS, CONSUMERS / 32], zero between launches
   long long out_stride;  // bytes
   int table_stride, num_items;
   float scale;  // for scores in base 2
@@ -45,22 +50,24 @@ INLINE Layout layout_of(u32 shared) {
   return l;
 }
 
-// `count` queries from batch token `token` on, the first at `position` of the context of `row`; none: there is no item.
+// `count` queries from batch token `token` on, the first at `position` of the context of `row`, and tiles of keys from `begin` to `end`;
+// no queries: there is no item. See `chunk_plan`. In its first tile, each query sees a key.
 struct Item {
-  int row, token, position, count, context, head;
+  int row, token, position, count, context, begin, end, part, first_part, num_parts, head;
 };
 
 // A block's item of a turn. Every second turn goes backwards, so that long and short items even out.
 INLINE Item item_of(const Args& p, int turn) {
   const int blocks = blocks_x(), n = turn * blocks + (turn & 1 ? blocks - 1 - block_x() : block_x());
-  Item item = {0, 0, 0, 0, 0, 0};
-  if (n >= p.num_items * KV_HEADS) return item;
-  const int* at = p.items + n / KV_HEADS * 8;
-  const U4 a = load16(at), b = load16(at + 4);
-  return Item{(int)a.v[0], (int)a.v[1], (int)a.v[2], (int)a.v[3], (int)b.v[0], n % KV_HEADS};
+  if (n >= p.num_items * KV_HEADS) return Item{};
+  const int* at = p.items + n / KV_HEADS * 12;
+  const U4 a = load16(at), b = load16(at + 4), c = load16(at + 8);
+  return Item{(int)a.v[0], (int)a.v[1], (int)a.v[2], (int)a.v[3], (int)b.v[0], (int)b.v[1],
+              (int)b.v[2], (int)b.v[3], (int)c.v[0], (int)c.v[1], n % KV_HEADS};
 }
 
-INLINE int tiles_of(const Item& item) { return (item.position + item.count + KEYS - 1) / KEYS; }
+// Tiles are counted from the item's first, and here the position of one's first key.
+INLINE int keys_at(const Item& item, int tile) { return (item.begin + tile) * KEYS; }
 
 // Where a warp is in the ring.
 struct Place {
@@ -75,7 +82,7 @@ INLINE void move_on(Place& place) {
 
 // From tile `tile` on, the blocks of the pages that a copying warp has: LANES lanes a tile.
 INLINE int load_blocks(const Args& p, const Item& item, int tile, int copier, int lane) {
-  const int page = copier + lane % LANES * COPIERS, at = (tile + lane / LANES) * KEYS + page * 16;
+  const int page = copier + lane % LANES * COPIERS, at = keys_at(item, tile + lane / LANES) + page * 16;
   return page < PAGES && at < item.context ? load_number(p.table + (long long)item.row * p.table_stride + at / BLOCK) : 0;
 }
 
@@ -85,14 +92,14 @@ INLINE void copy_tile(const Map& map, const Layout& l, const Item& item, int til
   const u32 to = l.ring + place.slot * TILE_BYTES, full = l.full + 8 * place.slot;
   int pages = 0;
 UNROLL
-  for (int i = 0; i < SHARE; i++) pages += copier + i * COPIERS < PAGES && tile * KEYS + (copier + i * COPIERS) * 16 < item.context;
+  for (int i = 0; i < SHARE; i++) pages += copier + i * COPIERS < PAGES && keys_at(item, tile) + (copier + i * COPIERS) * 16 < item.context;
   if (lane == 0) {
     sleep_at(l.empty + 8 * place.slot, place.round ^ 1);
     expect_bytes(full, pages * (HALVES * 2048));
   }
 UNROLL
   for (int i = 0; i < SHARE; i++) {
-    const int page = copier + i * COPIERS, at = tile * KEYS + page * 16, block = of_lane(blocks, tile % AHEAD * LANES + i);
+    const int page = copier + i * COPIERS, at = keys_at(item, tile) + page * 16, block = of_lane(blocks, tile % AHEAD * LANES + i);
     if (lane != 0 || i >= pages) continue;
     if (values) {
       copy_lines(to + page * (HALVES * 2048), map, at % BLOCK, 0, item.head, block, full);
@@ -118,7 +125,7 @@ INLINE void copy_items(const Args& p, const Map& queries, const Map& keys, const
   int blocks = load_blocks(p, item, 0, copier, lane);
   for (int turn = 0; item.count > 0; turn++) {
     const Item following = item_of(p, turn + 1);
-    const int tiles = tiles_of(item);
+    const int tiles = item.end - item.begin;
     int next_blocks = 0, earlier_blocks = 0;
     // Keys are a tile ahead of values.
     for (int tile = 0; tile <= tiles; tile++) {
@@ -289,6 +296,56 @@ UNROLL
   }
 }
 
+INLINE long long place_of(const Item& item, int part, int warp) { return ((long long)part * KV_HEADS + item.head) * (CONSUMERS / 32) + warp; }
+
+// True for the last warp to leave its part of these rows.
+INLINE bool leave_part(const Args& p, const Item& item, const Sums& sums, const Rows& rows, int warp, int lane) {
+  const long long place = place_of(item, item.part, warp);
+UNROLL
+  for (int i = 0; i < DIM / 8; i++) {
+    const float four[4] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    store_floats(p.sums + ((place * (DIM / 8) + i) * 32 + lane) * 4, four);
+  }
+  const float stats[4] = {rows.most[0], rows.most[1], rows.sum[0], rows.sum[1]};
+  store_floats(p.stats + (place * 32 + lane) * 4, stats);
+  warp_barrier();
+  const bool last = lane == 0 && counted_last(p.counters + place_of(item, item.first_part, warp), item.num_parts);
+  const bool all = any_lane(last);
+  warp_barrier();
+  return all;
+}
+
+INLINE void add_parts(const Args& p, const Item& item, Sums& sums, Rows& rows, int warp, int lane) {
+  Rows all = {{-INFINITE, -INFINITE}, {0.0f, 0.0f}};
+NO_UNROLL
+  for (int part = item.first_part; part < item.first_part + item.num_parts; part++) {
+    const U4 stats = load_fresh16(p.stats + (place_of(item, part, warp) * 32 + lane) * 4);
+UNROLL
+    for (int h = 0; h < 2; h++) all.most[h] = larger(all.most[h], as_float(stats.v[h]));
+  }
+UNROLL
+  for (int i = 0; i < DIM / 2; i++) sums[i] = 0.0f;
+NO_UNROLL
+  for (int part = item.first_part; part < item.first_part + item.num_parts; part++) {
+    const long long place = place_of(item, part, warp);
+    const U4 stats = load_fresh16(p.stats + (place * 32 + lane) * 4);
+    U4 theirs[DIM / 8];  // on their way together
+UNROLL
+    for (int i = 0; i < DIM / 8; i++) theirs[i] = load_fresh16(p.sums + ((place * (DIM / 8) + i) * 32 + lane) * 4);
+    float weight[2];
+UNROLL
+    for (int h = 0; h < 2; h++) {
+      weight[h] = power_of_2((as_float(stats.v[h]) - all.most[h]) * p.scale);
+      all.sum[h] += as_float(stats.v[2 + h]) * weight[h];
+    }
+UNROLL
+    for (int i = 0; i < DIM / 8; i++)
+UNROLL
+      for (int e = 0; e < 4; e++) sums[4 * i + e] += as_float(theirs[i].v[e]) * weight[e >> 1];
+  }
+  rows = all;
+}
+
 INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
   const int group = warp >> 2, row = warp * 16 + (lane >> 2);
   Place place = {0, 0};
@@ -296,10 +353,10 @@ INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
   Item item = item_of(p, 0);
   for (int turn = 0; item.count > 0; turn++) {
     const Item following = item_of(p, turn + 1);
-    const int tiles = tiles_of(item), masked = (item.position + 1) / KEYS;
+    const int tiles = item.end - item.begin, masked = (item.position + 1) / KEYS - item.begin;
     int seen[2];
 UNROLL
-    for (int h = 0; h < 2; h++) seen[h] = item.position + smaller((row + 8 * h) / GROUP, item.count - 1);
+    for (int h = 0; h < 2; h++) seen[h] = item.position + smaller((row + 8 * h) / GROUP, item.count - 1) - keys_at(item, 0);
     Scores scores;
     Sums sums;
     u32 weights[PAGES][4];
@@ -352,14 +409,19 @@ UNROLL
     }
     if (lane == 0) arrive_at(l.queries_empty);
     wait_at(l.full + 8 * place.slot, place.round);
-    if (tiles * KEYS > item.context) clear_values(l, place, item.context - (tiles - 1) * KEYS, group, warp % 4 * 32 + lane);
+    if (item.end * KEYS > item.context) clear_values(l, place, item.context - (item.end - 1) * KEYS, group, warp % 4 * 32 + lane);
     begin_products();
     multiply_values(sums, weights, l, place);
     wait_for_products();
     settle(sums);
     if (lane == 0) arrive_at(l.empty + 8 * place.slot);
     move_on(place);
-    store(p, item, sums, rows, row, lane);
+    if (item.part < 0)
+      store(p, item, sums, rows, row, lane);
+    else if (warp * 16 < item.count * GROUP && leave_part(p, item, sums, rows, warp, lane)) {
+      add_parts(p, item, sums, rows, warp, lane);
+      store(p, item, sums, rows, row, lane);
+    }
     item = following;
   }
 }
