@@ -125,8 +125,15 @@ DECODE_CASES = (
     DecodeCase("64x1500 dim 80", 64, 1500, LARGE, head_dim=80, spread=450),
     DecodeCase("64x1500 dim 96", 64, 1500, LARGE, head_dim=96, spread=450),
     DecodeCase("64x1500 dim 256", 64, 1500, 16, kv_heads=4, head_dim=256, spread=450),
-    DecodeCase("8B fp8 256x843", 256, 843, LARGE, spread=211, cache_dtype=FLOAT8),
-    DecodeCase("8B fp8 32x4096", 32, 4096, LARGE, cache_dtype=FLOAT8),
+    DecodeCase("8B 256x4096", 256, 4096, LARGE),
+    *(
+        DecodeCase(f"8B fp8 {n}x{c}", n, c, LARGE, spread=c // 4 if c < 1024 else 0, cache_dtype=FLOAT8)
+        for n, c in ((256, 4096), (256, 843), (32, 4096), (64, 843), (1, 8192), (512, 1024), (1000, 512), (256, 256))
+    ),
+    DecodeCase("8B fp8 64x(2048+200) bundled", 64, 2248, LARGE, spread=50, shared=2048, bundled=True, cache_dtype=FLOAT8),
+    DecodeCase("8B fp8 32x4096 window 1024", 32, 4096, LARGE, spread=450, window=1024, cache_dtype=FLOAT8),
+    DecodeCase("0.6B fp8 256x843", 256, 843, SMALL, spread=211, cache_dtype=FLOAT8),
+    DecodeCase("fp8 64x1500 dim 64", 64, 1500, LARGE, head_dim=64, spread=450, cache_dtype=FLOAT8),
 )
 
 
@@ -266,7 +273,7 @@ def planned_decodes(case: DecodeCase, contexts: np.ndarray, tune: bool) -> list[
         return plan(), (time.perf_counter() - begin) * 1e6
 
     form = form_of(case)
-    few = form is not None and case.rows <= cuda.most_rows(case.head_dim, case.kv_heads, sms)
+    few = form is not None and case.rows <= cuda.most_rows(case.head_dim, case.cache_dtype.itemsize, case.kv_heads, sms)
     capacity = decode_capacity(case.rows, case.kv_heads, sms, bundle=case.most_bundled)
     plan, plan_us = timed(lambda: plan_decode(contexts, case.kv_heads, sms, capacity, sliding_window=case.window, bundles=bundles))
     workspace = DecodeWorkspace.allocate(capacity, case.heads, case.kv_heads, case.head_dim, DEVICE)
@@ -288,7 +295,7 @@ def planned_decodes(case: DecodeCase, contexts: np.ndarray, tune: bool) -> list[
         even_workspace.load(plan)
 
         def run_even(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: torch.Tensor, out: torch.Tensor) -> None:
-            cuda.paged_decode(q, k, v, t, even_workspace, out, form, scale=scale, sliding_window=case.window)
+            cuda.paged_decode(q, k, v, t, even_workspace, out, form, **options)
 
         found.append(PlannedDecode("cuda", few, run_even, plan_us, plan.num_items, plan.num_parts, {"stages": form.stages}))
     return found

@@ -1,6 +1,7 @@
 """`Decodes`: which kernel attends to the rows of a step that have one query each, and the plans that it takes.
 
-Few rows: CUDA C++ (`ops.cuda.paged_decode`), where it runs and takes the layers; all else, and many rows: Triton.
+CUDA C++ (`ops.cuda.paged_decode`), where it runs and takes the layers: few rows of a 16-bit cache, nearly all of a float8 one; all
+else: Triton.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class CudaDecodes:
             self.form,
             scale=spec.scale,
             sliding_window=spec.sliding_window,
+            k_scale=cache.stored.k,
+            v_scale=cache.stored.v,
         )
 
 
@@ -122,8 +125,8 @@ class Decodes:
         self._g, self._dtype, self._device = g, dtype, device
         self._sms = sm_count(device)
         self._overlap = overlap_supported(device)
+        self._few = cuda.most_rows(g.head_dim, dtype.itemsize, g.num_kv_heads, self._sms)
         self._forms = self._make_forms(model_dtype, block_size)
-        self._few = cuda.most_rows(g.head_dim, g.num_kv_heads, self._sms)
         # Their number of parts depends on the number of rows, but not beyond these.
         most = max((self._triton_capacity(rows) for rows in (1, 2 * self._sms, 8 * self._sms)), key=lambda c: c.parts)
         self._triton_buffers = DecodeWorkspace.allocate(most, g.num_heads, g.num_kv_heads, g.head_dim, device)
@@ -135,7 +138,7 @@ class Decodes:
     def _make_forms(self, model_dtype: torch.dtype, block_size: int) -> dict[bool, cuda.Form]:
         """By whether plans may hold bundles; empty where the kernel does not run or does not take the layers."""
         g = self._g
-        if architecture(self._device) is None or g.capped or not cuda.most_rows(g.head_dim, g.num_kv_heads, self._sms):
+        if architecture(self._device) is None or g.capped or not self._few:
             return {}
         sizes = (g.head_dim, block_size, g.num_kv_heads, g.group)
         forms = {b: form for b in (False, True) if (form := cuda.form_of(model_dtype, self._dtype, *sizes, bundles=b)) is not None}

@@ -157,6 +157,15 @@ static float widened(u16 x) { return from_bfloat16(x); }
 #endif
 INLINE float widen(u16 x) { return widened(x); }
 INLINE u32 narrow2(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
+INLINE u32 narrow2_half(float low, float high) { return to_float16(low) | (u32)to_float16(high) << 16; }
+static float of_float8(u8 x) {
+  int e = x >> 3 & 15, m = x & 7;
+  float r = e == 15 && m == 7 ? NAN : e ? std::ldexp(8.0f + m, e - 10) : std::ldexp((float)m, -9);
+  return x & 0x80 ? -r : r;
+}
+INLINE void widen_float8(u32& first, u32& second, u32 x) {
+  first = narrow2_half(of_float8(x), of_float8(x >> 8)), second = narrow2_half(of_float8(x >> 16), of_float8(x >> 24));
+}
 INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
   u32 r = 0;
   // In double, rounded to float and then to 16 bits: exact for what the kernels ask, integers and powers of two.
@@ -165,9 +174,9 @@ INLINE u32 multiply_add2(u32 a, u32 b, u32 c) {
 }
 
 // What lane `lane` of the warp holds of a: rows lane / 4 and 8 below, columns 2 * (lane % 4) and 8 right of it.
-static float operand_a(int row, int k) {
+static float operand_a(int row, int k, float (*number)(u16) = widened) {
   Lane& l = lanes[current / 32 * 32 + (row & 7) * 4 + (k & 7) / 2];
-  return widened(l.a[(row >> 3) + (k >> 3) * 2] >> (k & 1) * 16);
+  return number(l.a[(row >> 3) + (k >> 3) * 2] >> (k & 1) * 16);
 }
 
 // All lanes of the warp show their registers; a second barrier, when all have looked, is the caller's.
@@ -177,7 +186,7 @@ static void show(const u32 (&a)[4], u32 b0, u32 b1) {
   warp_barrier();
 }
 
-INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+static void warp_mma_of(float (*number)(u16), float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   int lane = current & 31;
   show(a, b0, b1);
   for (int e = 0; e < 4; e++) {
@@ -185,12 +194,14 @@ INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     float sum = 0;
     for (int k = 0; k < 16; k++) {
       Lane& l = lanes[current / 32 * 32 + column * 4 + (k & 7) / 2];
-      sum += operand_a(row, k) * widened(l.b[k >> 3] >> (k & 1) * 16);
+      sum += operand_a(row, k, number) * number(l.b[k >> 3] >> (k & 1) * 16);
     }
     d[e] += sum;
   }
   warp_barrier();
 }
+INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { warp_mma_of(widened, d, a, b0, b1); }
+INLINE void warp_mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { warp_mma_of(from_float16, d, a, b0, b1); }
 
 INLINE u32 shared_address(const void* p) { return (const u8*)p - shared_memory; }
 template <bool unsigned_b>
@@ -298,11 +309,6 @@ INLINE void value_mma(float (&d)[DIM / 2], const u32 (&a)[4], u32 v, int byte) {
 }
 #endif
 #ifdef FLOAT8
-static float of_float8(u8 x) {
-  int e = x >> 3 & 15, m = x & 7;
-  float r = e == 15 && m == 7 ? NAN : e ? std::ldexp(8.0f + m, e - 10) : std::ldexp((float)m, -9);
-  return x & 0x80 ? -r : r;
-}
 // Number `k` of a row of a tile in shared memory.
 static float number(u32 tile, int row, int byte, int k) {
   if (FLOAT8) return of_float8(shared_memory[tile + row * 128 + ((byte + k) ^ (row % 8 * 16))]);

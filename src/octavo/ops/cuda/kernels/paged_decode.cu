@@ -10,12 +10,20 @@
 //    at the end, where all wait for it.
 // What is read in the ordinary way waits behind the copies that are under way, for up to 6 microseconds: so items and queries are read
 // ahead too, and who attends waits for nothing else.
+//
+// A float8 cache is copied as it is and becomes float16 in registers, exactly, one instruction for two numbers; queries and weights are
+// float16 then, whatever the model's numbers are. Which element of a head, or which of its positions, a row or column of a product stands
+// for is free as long as both operands agree: so the four bytes that a lane has of a key are its part of two products, and nothing moves
+// between lanes. With half the time for a tile, a stage has two of them, so that the waits within one are those of both.
 
 #define WARPS 4
 #define THREADS (96 * WARPS)
-#define TILE_BYTES (16 * DIM * 2)  // of keys; as many of values
-#define STAGE_BYTES (2 * TILE_BYTES)
+#define ROW_BYTES (FLOAT8 ? DIM : 2 * DIM)
+#define TILE_BYTES (16 * ROW_BYTES)  // of keys; as many of values
+#define STAGE_KEYS (16 * HALVES)
+#define STAGE_BYTES (2 * HALVES * TILE_BYTES)  // keys of all its tiles, then values
 #define STEPS (DIM / 16)
+#define LOADS (ROW_BYTES / 32)  // from shared memory, of a tile's keys or values
 #define COLUMNS (BUNDLES ? 16 : GROUP_PAD)  // that are kept: GROUP_PAD of each row
 #define OWN_TILES (GROUP_PAD > 8 ? 2 : 1)   // of eight columns, for a row alone
 #define LINE (DIM + 4)                      // of sums: no bank conflicts, and whole vectors
@@ -33,10 +41,13 @@ struct Args {
   float* sums;
   float* stats;
   int* counters;
+  const float* k_scale;
+  const float* v_scale;  // what cached numbers are to be multiplied with: of all KV heads, or of each
   long long q_stride, out_stride;  // bytes
   int table_stride, window;
   float scale;  // for scores in base 2
   int early;    // the next kernel may start at once
+  int scale_stride;
 };
 
 struct Layout {
@@ -68,7 +79,17 @@ INLINE Item load_item(const Args& p, int place) {
   return Item{(int)a.v[0], (int)a.v[1], (int)a.v[2], (int)a.v[3], (int)b.v[0], (int)b.v[1], (int)b.v[2], (int)b.v[3], (int)c.v[0], (int)c.v[1]};
 }
 
-INLINE int tiles_of(const Item& item) { return (item.hi - item.lo + 15) / 16; }
+// By stages.
+INLINE int tiles_of(const Item& item) { return (item.hi - item.lo + STAGE_KEYS - 1) / STAGE_KEYS; }
+
+// Of a cache that is not float8, 1.
+INLINE float scale_of(const Args& p, const float* scales, int head) {
+#if FLOAT8
+  return as_float(load_number((const int*)scales + head * p.scale_stride));
+#else
+  return 1.0f;
+#endif
+}
 
 // Where a warp is in its ring.
 struct Place {
@@ -81,10 +102,27 @@ INLINE void move_on(Place& place) {
   if (++place.slot == STAGES) place.slot = 0, place.round++;
 }
 
-// Of the tiles that a warp has from `next` on, every WARPSth: the block that holds this lane's.
-INLINE int load_block(const Args& p, const Item& item, int next, int lane) {
-  const int at = item.lo + 16 * (next + WARPS * lane);
-  return at < item.hi ? load_number(p.table + (long long)item.row * p.table_stride + at / BLOCK) : 0;
+typedef int Blocks[HALVES];
+
+// Of the stages that a warp has from `next` on, every WARPSth: the blocks that hold this lane's.
+INLINE void load_blocks(Blocks& blocks, const Args& p, const Item& item, int next, int lane) {
+  const int begin = item.lo + STAGE_KEYS * (next + WARPS * lane);
+UNROLL
+  for (int h = 0; h < HALVES; h++) {
+    const int at = begin + 16 * h;
+    blocks[h] = at < item.hi ? load_number(p.table + (long long)item.row * p.table_stride + at / BLOCK) : 0;
+  }
+}
+
+// One head of 16 keys or values. Pages are copied in lines of 128 bytes: a row's bytes, some of them, or those of two rows.
+INLINE void copy_tile(u32 to, const Map& map, int row, int head, int block, u32 bar) {
+  copy_page(to, map, ROW_BYTES < 128 ? row / 2 : row, head, block, bar);
+}
+
+// Where a tile has the 16 bytes `piece` of a row: see `copy_page`.
+INLINE u32 place_of(int row, int piece) {
+  if (ROW_BYTES < 128) return row / 2 * 128 + ((row % 2 * 4 + piece) ^ row / 2) * 16;
+  return piece / 8 * 2048 + row * 128 + ((piece ^ row) & 7) * 16;
 }
 
 INLINE void copy_items(const Args& p, const Map& keys, const Map& values, const Layout& l, int warp, int lane) {
@@ -93,31 +131,42 @@ INLINE void copy_items(const Args& p, const Map& keys, const Map& values, const 
   bool waited = false;
   Item item = load_item(p, block_x()), following = {};
   if (item.next > 0) following = load_item(p, item.next);
-  int blocks = load_block(p, item, place.next, lane);
+  Blocks blocks, next_blocks;
+  load_blocks(blocks, p, item, place.next, lane);
   while (item.hi > 0) {
     const int tiles = tiles_of(item), after = place.next + 32 * WARPS;
     const bool ends = after >= tiles;
     const int left = tiles > place.next ? (tiles - place.next + WARPS - 1) / WARPS : 0;
-    const int next_blocks = ends ? load_block(p, following, place.next + left * WARPS - tiles, lane) : load_block(p, item, after, lane);
+    if (ends) load_blocks(next_blocks, p, following, place.next + left * WARPS - tiles, lane);
+    else load_blocks(next_blocks, p, item, after, lane);
     Item second = {};
     if (ends && following.next > 0) second = load_item(p, following.next);
     for (int i = 0; i < 32 && i < left; i++, move_on(place)) {
-      const int block = of_lane(blocks, i), at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
+      const int at = item.lo + STAGE_KEYS * place.next, slot = warp * STAGES + place.slot;
+      Blocks block;
+UNROLL
+      for (int h = 0; h < HALVES; h++) block[h] = of_lane(blocks[h], i);
       if (lane != 0) continue;
       const u32 to = l.ring + slot * STAGE_BYTES, bar = l.full + 8 * slot;
       wait_at(l.empty + 8 * slot, (place.round & 1) ^ 1);
-      if (at + 16 >= item.context && !waited) wait_for_inputs(), waited = true;
-      expect_bytes(bar, STAGE_BYTES);
-      copy_page(to, keys, at % BLOCK, item.head, block, bar);
-      copy_page(to + TILE_BYTES, values, at % BLOCK, item.head, block, bar);
+      if (at + STAGE_KEYS >= item.context && !waited) wait_for_inputs(), waited = true;
+      const bool whole = at + STAGE_KEYS - 16 < item.hi;
+      expect_bytes(bar, whole ? STAGE_BYTES : STAGE_BYTES / HALVES);
+UNROLL
+      for (int h = 0; h < HALVES; h++) {
+        if (h > 0 && !whole) continue;
+        copy_tile(to + h * TILE_BYTES, keys, (at + 16 * h) % BLOCK, item.head, block[h], bar);
+        copy_tile(to + (HALVES + h) * TILE_BYTES, values, (at + 16 * h) % BLOCK, item.head, block[h], bar);
+      }
     }
-    blocks = next_blocks;
+UNROLL
+    for (int h = 0; h < HALVES; h++) blocks[h] = next_blocks[h];
     if (ends) place.next -= tiles, item = following, following = second;
   }
 }
 
 // What a lane has of a warp's part of an item: of sums, in column tile i and rows of 16 of the head's elements, those of its quad's
-// columns 2 * (lane % 4) and the next.
+// columns 2 * (lane % 4) and the next. Rows are lane / 4 and that plus 8; of float8, they stand for elements 2 * (lane / 4) and the next.
 template <int TILES>
 struct Sums {
   float acc[TILES][STEPS][4];
@@ -140,16 +189,64 @@ UNROLL
 #if BUNDLES
     if (used && item.members > 0) row = load_number(p.members + (item.part + column / GROUP_PAD) * 4);
 #endif
-    const u8* at = p.q + row * p.q_stride + ((item.head * GROUP + column % GROUP_PAD) * DIM + (lane & 3) * 2) * 2;
+    const u8* at = p.q + row * p.q_stride + ((item.head * GROUP + column % GROUP_PAD) * DIM + (lane & 3) * (FLOAT8 ? 4 : 2)) * 2;
 UNROLL
     for (int s = 0; s < STEPS; s++)
 UNROLL
-      for (int h = 0; h < 2; h++) q[i][s][h] = used ? load_number((const int*)(at + (16 * s + 8 * h) * 2)) : 0;
+      for (int h = 0; h < 2; h++) q[i][s][h] = used ? load_number((const int*)(at + (16 * s + (FLOAT8 ? 2 : 8) * h) * 2)) : 0;
   }
 }
 
+// What scores are to be multiplied with, of a lane's columns.
+typedef float Factors[QUERY_TILES][2];
+
+// Queries as they are multiplied. Those of bfloat16 become float16, each head's largest number between 2^14 and 2^15: so none is lost, but
+// for those 2^30 times smaller.
+INLINE void prepare_queries(Queries& q, Factors& factors, const Args& p, float k_scale, int lane) {
+UNROLL
+  for (int i = 0; i < QUERY_TILES; i++) {
+#if FLOAT8 && !HALF
+    u32 most = 0;
+UNROLL
+    for (int s = 0; s < STEPS; s++)
+UNROLL
+      for (int h = 0; h < 2; h++) most = largest(most, largest(q[i][s][h] & 0x7fff0000u, q[i][s][h] << 16 & 0x7fff0000u));
+UNROLL
+    for (int by = 1; by < 4; by *= 2) most = largest(most, of_lane(most, lane ^ by));
+    const u32 raised = 268 - (most >> 23), exponent = raised > 253 ? 253 : raised;
+    const float up = as_float(exponent << 23), down = as_float((254 - exponent) << 23);
+UNROLL
+    for (int s = 0; s < STEPS; s++)
+UNROLL
+      for (int h = 0; h < 2; h++) q[i][s][h] = narrow2_half(as_float(q[i][s][h] << 16) * up, as_float(q[i][s][h] & 0xffff0000u) * up);
+UNROLL
+    for (int c = 0; c < 2; c++) factors[i][c] = p.scale * k_scale * as_float(of_lane(as_bits(down), ((lane & 3) * 2 + c) * 4));
+#else
+    factors[i][0] = factors[i][1] = p.scale * k_scale;
+#endif
+  }
+}
+
+INLINE u32 narrow_weights(float low, float high) {
+#if FLOAT8
+  return narrow2_half(low, high);
+#else
+  return narrow2(low, high);
+#endif
+}
+
+// As the first operand: numbers that a lane has of rows lane / 4 and that plus 8.
+INLINE void widen_keys(u32 (&a)[4], u32 upper, u32 lower) {
+  widen_float8(a[0], a[2], upper), widen_float8(a[1], a[3], lower);
+}
+// The same, transposed: of two elements each two positions, of which those of one element belong together.
+INLINE void widen_values(u32 (&a)[4], u32 first, u32 second) {
+  widen_float8(a[0], a[1], permute(first, 0, 0x3120)), widen_float8(a[2], a[3], permute(second, 0, 0x3120));
+}
+
 template <int TILES>
-INLINE void attend_tiles(Sums<TILES>& sums, const Queries& q, const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
+INLINE void attend_tiles(
+    Sums<TILES>& sums, const Queries& q, const Factors& factors, const Args& p, const Layout& l, const Item& item, Place& place, int warp, int lane) {
 UNROLL
   for (int i = 0; i < TILES; i++) {
 UNROLL
@@ -161,53 +258,71 @@ UNROLL
   }
   const int tiles = tiles_of(item);
   const int seen_from = p.window > 0 ? item.context - p.window : 0;
-  // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8. Lane 8 * i + j names row j of matrix i.
+  // Lane 8 * i + j names row j of matrix i.
   const int j = lane & 7, key_of_k = j + (lane & 8), key_of_v = j + (lane >> 4) * 8;
-  const u32 k_row = key_of_k * 128, v_row = TILE_BYTES + key_of_v * 128;
   for (; place.next < tiles; move_on(place)) {
-    const int at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
+    const int at = item.lo + STAGE_KEYS * place.next, slot = warp * STAGES + place.slot;
     const u32 stage = l.ring + slot * STAGE_BYTES;
     wait_at(l.full + 8 * slot, place.round & 1);
-    float scores[TILES][2][4];
+    float scores[TILES][HALVES][2][4];
 UNROLL
     for (int i = 0; i < TILES; i++)
 UNROLL
-      for (int e = 0; e < 4; e++) scores[i][0][e] = scores[i][1][e] = 0.0f;
+      for (int h = 0; h < HALVES; h++)
 UNROLL
-    for (int s = 0; s < STEPS; s++) {
-      const int piece = 2 * s + (lane >> 4);
-      u32 k[4];
-      load_matrices(k, stage + piece / 8 * 2048 + k_row + ((piece ^ j) & 7) * 16);
+        for (int e = 0; e < 4; e++) scores[i][h][0][e] = scores[i][h][1][e] = 0.0f;
+    // Two chains of products a tile: half the latency.
 UNROLL
-      for (int i = 0; i < TILES; i++) warp_mma(scores[i][s & 1], k, q[i][s][0], q[i][s][1]);  // two chains: half the latency
-    }
-    u32 v[STEPS][4], check = 0;
+    for (int n = 0; n < LOADS; n++)
 UNROLL
-    for (int s = 0; s < STEPS; s++) {
-      const int piece = 2 * s + (lane >> 3 & 1);
-      load_transposed(v[s], stage + piece / 8 * 2048 + v_row + ((piece ^ j) & 7) * 16);
-      check ^= v[s][0];
-    }
-    float x[TILES][4];
-    bool rises = false;
-    const bool edge = at + 16 > item.hi || at < seen_from;
+      for (int h = 0; h < HALVES; h++) {
+        u32 k[4];
+        load_matrices(k, stage + h * TILE_BYTES + place_of(key_of_k, 2 * n + (lane >> 4)));
+#if FLOAT8
 UNROLL
-    for (int i = 0; i < TILES; i++)
+        for (int step = 0; step < 2; step++) {
+          u32 wide[4];
+          widen_keys(wide, k[2 * step], k[2 * step + 1]);
 UNROLL
-      for (int e = 0; e < 4; e++) {
-        x[i][e] = (scores[i][0][e] + scores[i][1][e]) * p.scale;
-        // Anything may lie past the context, NaN included: such keys count for nothing, and so do their values.
-        const int key = at + (lane >> 2) + 8 * (e >> 1);
-        if (edge && (key >= item.hi || key < seen_from)) x[i][e] = -INFINITE;
-        // What all is measured by may be up to 2^8 too small: it follows only now and then.
-        rises |= x[i][e] > sums.most[i][e & 1] + 8.0f;
+          for (int i = 0; i < TILES; i++) warp_mma_half(scores[i][h][step], wide, q[i][2 * n + step][0], q[i][2 * n + step][1]);
+        }
+#else
+UNROLL
+        for (int i = 0; i < TILES; i++) warp_mma(scores[i][h][n & 1], k, q[i][n][0], q[i][n][1]);
+#endif
       }
+    u32 v[HALVES][LOADS][4], check = 0;
+UNROLL
+    for (int h = 0; h < HALVES; h++)
+UNROLL
+      for (int n = 0; n < LOADS; n++) {
+        load_transposed(v[h][n], stage + (HALVES + h) * TILE_BYTES + place_of(key_of_v, 2 * n + (lane >> 3 & 1)));
+        check ^= v[h][n][0];
+      }
+    float x[TILES][HALVES][4];
+    bool rises = false;
+    const bool edge = at + STAGE_KEYS > item.hi || at < seen_from;
+UNROLL
+    for (int i = 0; i < TILES; i++)
+UNROLL
+      for (int h = 0; h < HALVES; h++)
+UNROLL
+        for (int e = 0; e < 4; e++) {
+          x[i][h][e] = (scores[i][h][0][e] + scores[i][h][1][e]) * factors[i][e & 1];
+          // Anything may lie past the context, NaN included: such keys count for nothing, and so do their values.
+          const int key = at + 16 * h + (lane >> 2) + 8 * (e >> 1);
+          if (edge && (key >= item.hi || key < seen_from)) x[i][h][e] = -INFINITE;
+          // What all is measured by may be up to 2^8 too small: it follows only now and then.
+          rises |= x[i][h][e] > sums.most[i][e & 1] + 8.0f;
+        }
     if (any_lane(rises)) {
 UNROLL
       for (int i = 0; i < TILES; i++)
 UNROLL
         for (int c = 0; c < 2; c++) {
-          float most = larger(larger(x[i][c], x[i][c + 2]), sums.most[i][c]);
+          float most = sums.most[i][c];
+UNROLL
+          for (int h = 0; h < HALVES; h++) most = larger(larger(x[i][h][c], x[i][h][c + 2]), most);
 UNROLL
           for (int by = 4; by < 32; by *= 2) most = larger(most, as_float(of_lane(as_bits(most), lane ^ by)));
           const float fade = power_of_2(sums.most[i][c] - most);
@@ -217,32 +332,49 @@ UNROLL
           for (int s = 0; s < STEPS; s++) sums.acc[i][s][c] *= fade, sums.acc[i][s][c + 2] *= fade;
         }
     }
-    u32 weights[TILES][2];
+    u32 weights[TILES][HALVES][2];
 UNROLL
-    for (int i = 0; i < TILES; i++) {
+    for (int i = 0; i < TILES; i++)
 UNROLL
-      for (int e = 0; e < 4; e++) {
-        x[i][e] = power_of_2(x[i][e] - sums.most[i][e & 1]);
-        sums.sum[i][e & 1] += x[i][e];
+      for (int h = 0; h < HALVES; h++) {
+UNROLL
+        for (int e = 0; e < 4; e++) {
+          x[i][h][e] = power_of_2(x[i][h][e] - sums.most[i][e & 1]);
+          sums.sum[i][e & 1] += x[i][h][e];
+        }
+UNROLL
+        for (int e = 0; e < 2; e++) weights[i][h][e] = transpose(narrow_weights(x[i][h][2 * e], x[i][h][2 * e + 1]));
       }
-UNROLL
-      for (int h = 0; h < 2; h++) weights[i][h] = transpose(narrow2(x[i][2 * h], x[i][2 * h + 1]));
-    }
     if (edge) {
 UNROLL
-      for (int h = 0; h < 2; h++) {
-        const int left = item.hi - at - 8 * h - (lane & 3) * 2;
-        const u32 kept = (left > 0 ? 0xffffu : 0) | (left > 1 ? 0xffff0000u : 0);
+      for (int h = 0; h < HALVES; h++)
 UNROLL
-        for (int s = 0; s < STEPS; s++) v[s][2 * h] &= kept, v[s][2 * h + 1] &= kept;
-      }
+        for (int e = 0; e < 2; e++) {
+          const int left = item.hi - at - 16 * h - 8 * e - (lane & 3) * 2;
+          const u32 kept = (left > 0 ? 0xffffu : 0) | (left > 1 ? 0xffff0000u : 0);
+UNROLL
+          for (int n = 0; n < LOADS; n++) v[h][n][2 * e] &= kept, v[h][n][2 * e + 1] &= kept;
+        }
     }
-    wait_for_loads(check, weights[0][0]);  // or what is copied next could overtake them
+    wait_for_loads(check, weights[0][0][0]);  // or what is copied next could overtake them
     if (lane == 0) arrive_at(l.empty + 8 * slot);
 UNROLL
-    for (int s = 0; s < STEPS; s++)
+    for (int h = 0; h < HALVES; h++)
 UNROLL
-      for (int i = 0; i < TILES; i++) warp_mma(sums.acc[i][s], v[s], weights[i][0], weights[i][1]);
+      for (int n = 0; n < LOADS; n++) {
+#if FLOAT8
+UNROLL
+        for (int step = 0; step < 2; step++) {
+          u32 wide[4];
+          widen_values(wide, v[h][n][step], v[h][n][step + 2]);
+UNROLL
+          for (int i = 0; i < TILES; i++) warp_mma_half(sums.acc[i][2 * n + step], wide, weights[i][h][0], weights[i][h][1]);
+        }
+#else
+UNROLL
+        for (int i = 0; i < TILES; i++) warp_mma(sums.acc[i][n], v[h][n], weights[i][h][0], weights[i][h][1]);
+#endif
+      }
   }
   place.next -= tiles;
 }
@@ -258,24 +390,24 @@ UNROLL
 UNROLL
       for (int by = 4; by < 32; by *= 2) sum += as_float(of_lane(as_bits(sum), lane ^ by));
       if (column >= COLUMNS) continue;
-      const u32 to = l.sums + buffer * SUMS_BYTES + ((warp * COLUMNS + column) * LINE + (lane >> 2)) * 4;
+      const u32 to = l.sums + buffer * SUMS_BYTES + ((warp * COLUMNS + column) * LINE + (lane >> 2) * (FLOAT8 ? 2 : 1)) * 4;
       const u32 stats = l.stats + buffer * STATS_BYTES + (warp * COLUMNS + column) * 8;
 UNROLL
       for (int s = 0; s < STEPS; s++)
 UNROLL
-        for (int h = 0; h < 2; h++) put_shared(to + (16 * s + 8 * h) * 4, sums.acc[i][s][c + 2 * h]);
+        for (int h = 0; h < 2; h++) put_shared(to + (16 * s + (FLOAT8 ? 1 : 8) * h) * 4, sums.acc[i][s][c + 2 * h]);
       if (lane < 4) put_shared(stats, sums.most[i][c]), put_shared(stats + 4, sum);
     }
 }
 
-INLINE void store_out(const Args& p, int row, int head, int g, int d, const float (&x)[4], float divisor) {
+INLINE void store_out(const Args& p, int row, int head, int g, int d, const float (&x)[4], float divisor, float v_scale) {
   if (g >= GROUP || row == NOBODY) return;
-  const float factor = 1.0f / divisor;
+  const float factor = v_scale / divisor;
   store8(p.out + row * p.out_stride + ((head * GROUP + g) * DIM + d) * 2, narrow2(x[0] * factor, x[1] * factor), narrow2(x[2] * factor, x[3] * factor));
 }
 
 // All parts of a row, in their order; a thread has four elements of a head.
-INLINE void add_parts(const Args& p, int row, int head, int first_part, int num_parts, int thread) {
+INLINE void add_parts(const Args& p, int row, int head, float v_scale, int first_part, int num_parts, int thread) {
   for (int i = thread; i < GROUP_PAD * DIM / 4; i += 32 * WARPS) {
     const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f}, most = -1.0e30f, sum = 0.0f;
@@ -304,12 +436,12 @@ UNROLL
         for (int e = 0; e < 4; e++) total[e] += part[n][e] * weight;
       }
     }
-    store_out(p, row, head, g, d, total, sum);
+    store_out(p, row, head, g, d, total, sum, v_scale);
   }
 }
 
 // What the warps have of an item, together: the output, or a part of it.
-INLINE void finish_item(const Args& p, const Layout& l, const Item& item, int buffer, int thread) {
+INLINE void finish_item(const Args& p, const Layout& l, const Item& item, float v_scale, int buffer, int thread) {
   const int rows = item.members > 0 ? item.members : 1;
   const u32 sums_at = l.sums + buffer * SUMS_BYTES, stats_at = l.stats + buffer * STATS_BYTES;
   for (int i = thread; i < rows * GROUP_PAD * DIM / 4; i += 32 * WARPS) {
@@ -326,7 +458,7 @@ UNROLL
       for (int e = 0; e < 4; e++) total[e] += as_float(part.v[e]) * weight;
     }
     if (item.part < 0) {
-      store_out(p, item.row, item.head, g, d, total, sum);
+      store_out(p, item.row, item.head, g, d, total, sum, v_scale);
     } else if (item.row != NOBODY) {
       int part = item.part;
 #if BUNDLES
@@ -351,7 +483,7 @@ UNROLL
     if (thread == 0) put_word(l.last, row == NOBODY || counted_last(p.counters + first_part, num_parts));
     some_barrier(32 * WARPS);
     const bool last = shared4(l.last);
-    if (last) add_parts(p, row, item.head, first_part, num_parts, thread);
+    if (last) add_parts(p, row, item.head, v_scale, first_part, num_parts, thread);
     some_barrier(32 * WARPS);
   }
 }
@@ -362,12 +494,14 @@ INLINE void finish_items(const Args& p, const Layout& l, int thread) {
   for (int n = -1;; n++) {
     const int buffer = n < 0 ? 0 : n % BUFFERS;
     Item following = first;
+    float v_scale = 1.0f;
     if (n >= 0) {
       following = Item{};
+      v_scale = scale_of(p, p.v_scale, item.head);
       if (item.next > 0) following = load_item(p, item.next);
       wait_at(l.ready + 8 * buffer, n / BUFFERS & 1);
     }
-    finish_item(p, l, item, buffer, thread);
+    finish_item(p, l, item, v_scale, buffer, thread);
     if (n < 0) wait_for_inputs();
     item = following;
     if (item.hi <= 0) return;
@@ -375,9 +509,9 @@ INLINE void finish_items(const Args& p, const Layout& l, int thread) {
 }
 
 template <int TILES>
-INLINE void attend(const Queries& q, const Args& p, const Layout& l, const Item& item, Place& place, int n, int warp, int lane) {
+INLINE void attend(const Queries& q, const Factors& factors, const Args& p, const Layout& l, const Item& item, Place& place, int n, int warp, int lane) {
   Sums<TILES> sums;
-  attend_tiles<TILES>(sums, q, p, l, item, place, warp, lane);
+  attend_tiles<TILES>(sums, q, factors, p, l, item, place, warp, lane);
   wait_at(l.taken + 8 * (n % BUFFERS), (n / BUFFERS & 1) ^ 1);
   leave_in_shared<TILES>(sums, l, n % BUFFERS, warp, lane);
   warp_barrier();
@@ -392,18 +526,22 @@ INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
   Place place = {0, 0, warp};
   Queries q, next_q;
   load_queries(q, p, item, lane);
+  float k_scale = scale_of(p, p.k_scale, item.head);
   if (item.next > 0) following = load_item(p, item.next);
   for (int n = 0; item.hi > 0; n++) {
     Item second = {};
     load_queries(next_q, p, following, lane);
+    const float next_k_scale = scale_of(p, p.k_scale, following.head);
     if (following.next > 0) second = load_item(p, following.next);
+    Factors factors;
+    prepare_queries(q, factors, p, k_scale, lane);
 #if BUNDLES && OWN_TILES == 1
-    if (item.members * GROUP_PAD > 8) attend<2>(q, p, l, item, place, n, warp, lane);
-    else attend<1>(q, p, l, item, place, n, warp, lane);
+    if (item.members * GROUP_PAD > 8) attend<2>(q, factors, p, l, item, place, n, warp, lane);
+    else attend<1>(q, factors, p, l, item, place, n, warp, lane);
 #else
-    attend<OWN_TILES>(q, p, l, item, place, n, warp, lane);
+    attend<OWN_TILES>(q, factors, p, l, item, place, n, warp, lane);
 #endif
-    item = following, following = second;
+    item = following, following = second, k_scale = next_k_scale;
 UNROLL
     for (int i = 0; i < QUERY_TILES; i++)
 UNROLL

@@ -100,6 +100,18 @@ INLINE u32 narrow2(float low, float high) {
 #endif
   return r;
 }
+// The same for float16, whatever HALF is.
+INLINE u32 narrow2_half(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+// Four numbers of float8 (e4m3) as float16, exactly: the first two and the others.
+INLINE void widen_float8(u32& first, u32& second, u32 x) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second)
+      : "r"(x));
+}
 INLINE float from_bfloat16(u16 x) { return __uint_as_float((u32)x << 16); }
 INLINE float from_float16(u16 x) {
   float r;
@@ -115,11 +127,14 @@ INLINE float widen(u16 x) {
 }
 
 // d [16, 8] += a [16, 16] @ b [16, 8], spread over the lanes of a warp as the instruction has it.
-INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if HALF
+INLINE void warp_mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if HALF
+  warp_mma_half(d, a, b0, b1);
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
