@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from octavo import LLM, AsyncEngineArgs, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.attention.base import LayerSpec
 from octavo.attention.kinds import CacheKinds
 from octavo.ops.cpu import abi
@@ -174,6 +175,23 @@ ALL_SERVED = [[], [5] * len(WISHES), [5 if "logprobs" in wish or "logprob_token_
 def test_a_process_without_torch_whatever_requests_want(tmp_path: Path) -> None:
     path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
     assert run_alone(path, child_environment()) == ALL_SERVED
+
+
+def test_an_engine_process_loads_no_library_that_it_can_do_without(tmp_path: Path) -> None:
+    """Whatever requests want: OpenSSL alone, for a checksum, was 3 MiB of resident memory."""
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+
+    async def maps() -> str:
+        async with await AsyncLLM.start(AsyncEngineArgs(str(path), **SETTINGS)) as llm:
+            for wish in WISHES:
+                params = SamplingParams(temperature=0.0, max_tokens=3, **wish)
+                outputs = [output async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, params)]
+                assert outputs[-1].finished
+            return Path(f"/proc/{llm.engine_pid}/maps").read_text()
+
+    mapped = asyncio.run(maps())
+    assert "_native" in mapped and "numpy" in mapped
+    assert not [name for name in ("torch", "libcrypto", "libssl", "psutil", "tokenizers", "llguidance") if name in mapped]
 
 
 def test_memory_that_torch_would_not_fit_into_is_enough_for_all_requests(tmp_path: Path) -> None:
