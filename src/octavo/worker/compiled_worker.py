@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from octavo.attention.kinds import CacheKinds, SlidingBlocks, cache_layout
 from octavo.attention.native_memory import NativeCacheMemory
+from octavo.config import address_space
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.program_loader import LoadedProgram, load_program
@@ -19,11 +20,12 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, Int32, StepPlan, StepResult
 from octavo.sampling.state import SamplerState
 from octavo.worker import native_look
-from octavo.worker.diagnosis import Circumstances, Diagnosis
+from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
 from octavo.worker.host_tables import HostTables
 from octavo.worker.memory import activation_bound, cache_bytes, cannot_allocate, cpu_budget, shape_of, size_kinds
 from octavo.worker.native_steps import NativeSteps
 from octavo.worker.report import ready_report
+from octavo.worker.step_halves import NO_MEMORY
 from octavo.worker.warmup import all_slots, first_steps
 
 _ITEM_BYTES = {"float16": 2, "float32": 4}
@@ -84,7 +86,8 @@ class CompiledWorker:
         self._diagnosis = Diagnosis(native_look.look_into(compiled, layers), prompt, state, Circumstances.of(config))
         with self._phase("warm-up"):
             for plan in first_steps(config):
-                self._steps.run(plan)
+                if NO_MEMORY in (self._steps.run(plan).errors or {}).values():
+                    raise ConfigError(address_space.told(f"to compute with {config.model.name}, now that its KV cache is allocated"))
             state.leave(all_slots(config))
         self._report = ready_report(
             config,
@@ -108,14 +111,10 @@ class CompiledWorker:
         return self._report
 
     def submit(self, plan: StepPlan) -> None:
-        """Run a step: it has run when this returns.
-
-        Raises:
-            Exception: the step could not run, and the next one can.
-        """
+        """Run a step: it has run when this returns. Requests that it could not do have an error in its result."""
         result = self._steps.run(plan)
         if result.errors:
-            result.errors = self._diagnosis.explain(list(result.errors))
+            result.errors |= self._diagnosis.explain([slot for slot, why in result.errors.items() if why == NO_TOKEN])
         self._results.append(result)
 
     def collect(self) -> StepResult:
