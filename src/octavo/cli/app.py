@@ -61,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
     Errors that Octavo raises on purpose, and those of the operating system, become one line on stderr. `--debug` (or
     OCTAVO_DEBUG=1) shows the traceback instead.
     """
+    address_space.be_frugal()
     debug = "--debug" in argv or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
     try:
         return _dispatch(list(argv))

@@ -7,9 +7,13 @@ module knows the limit, what fails because of it, and how to say so. Importing i
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 
 from octavo.config.sizes import format_bytes
+
+_M_ARENA_MAX = -8
 
 
 def limit() -> int | None:
@@ -29,6 +33,22 @@ def used() -> int:
             return int(file.read().split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def be_frugal() -> None:
+    """Where there is a limit: take no more addresses than needed. To be called before a process has threads, and before NumPy is imported.
+
+    The C library gives each thread that allocates 64 MiB of addresses to begin with, and NumPy's library for matrices, which is not used,
+    takes 32 MiB a core. Processes that are started later inherit what is set here.
+    """
+    if limit() is None:
+        return
+    import ctypes
+
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with contextlib.suppress(OSError, AttributeError):  # of another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(os.environ["MALLOC_ARENA_MAX"]) if os.environ["MALLOC_ARENA_MAX"].isdigit() else 1)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -224,10 +224,15 @@ def _is_whole(path: Path) -> bool:
     return max(ends) <= size
 
 
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of host memory, within the limits of the cgroup and of the process (`ulimit -v`) if there are any."""
+def host_memory(*, addresses: bool = True) -> tuple[int, int]:
+    """(total, available) bytes of host memory, within the limits of the cgroup and of the process if there are any.
+
+    Args:
+        addresses: the limit of the process's address space (`ulimit -v`) counts too.
+    """
     total, available = _whole_memory()
-    for limit, used in (_cgroup_memory(), (address_space.limit(), address_space.used())):
+    own = (address_space.limit(), address_space.used()) if addresses else (None, 0)
+    for limit, used in (_cgroup_memory(), own):
         if limit is not None and limit < total:
             total, available = limit, max(0, min(available, limit - used))
     return total, available

@@ -11,7 +11,7 @@ from octavo.attention.kinds import CacheKinds, SlidingBlocks, cache_layout
 from octavo.attention.native_memory import NativeCacheMemory
 from octavo.config import address_space
 from octavo.config.types import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import NO_MEMORY, ConfigError
 from octavo.models.program_loader import LoadedProgram, load_program
 from octavo.ops.cpu import decoder_kernels
 from octavo.ops.cpu.cpu_program import CpuProgram
@@ -22,10 +22,9 @@ from octavo.sampling.state import SamplerState
 from octavo.worker import native_look
 from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
 from octavo.worker.host_tables import HostTables
-from octavo.worker.memory import activation_bound, cache_bytes, cannot_allocate, cpu_budget, shape_of, size_kinds
+from octavo.worker.memory import cache_bytes, cannot_allocate, compiled_bound, cpu_budget, shape_of, size_kinds
 from octavo.worker.native_steps import NativeSteps
 from octavo.worker.report import ready_report
-from octavo.worker.step_halves import NO_MEMORY
 from octavo.worker.warmup import all_slots, first_steps
 
 _ITEM_BYTES = {"float16": 2, "float32": 4}
@@ -63,7 +62,7 @@ class CompiledWorker:
             tables = HostTables.empty(scheduler.max_num_seqs, config.model.max_model_len, block_size, two_kinds=bool(layout.sliding))
             state = SamplerState(scheduler.max_num_seqs)
         with self._phase("memory"):
-            budget = cpu_budget(config, sum(loaded.kinds.values()), activation_bound(spec, config, 4))
+            budget = cpu_budget(config, sum(loaded.kinds.values()), compiled_bound(spec, config))
 
             def block_bytes(members: tuple[int, ...]) -> int:
                 return NativeCacheMemory.bytes_per_block(tuple(layers[i] for i in members), block_size, _ITEM_BYTES[config.cache.dtype])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.attention.native_memory import NativeCacheMemory
+from octavo.errors import NO_MEMORY
 from octavo.ops.cpu.steps import Choice, CpuSteps, Float32, SlotMemory
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, StepPlan, StepResult
@@ -22,7 +23,7 @@ from octavo.sampling.on_host import ADJUSTING, adjust, only_stops
 from octavo.sampling.state import Feature, SamplerState
 from octavo.worker.diagnosis import NO_TOKEN
 from octavo.worker.host_tables import HostTables
-from octavo.worker.step_halves import NO_MEMORY, halves, joined
+from octavo.worker.step_halves import halves, joined
 
 if TYPE_CHECKING:
     from octavo.attention.native_cpu import NativeCpuAttention

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 import numpy as np
 
 from octavo.config import address_space
 from octavo.protocol.step import StepPlan, StepResult
-
-NO_MEMORY: Final = (
-    "The system gives the engine no more memory, not even for a step of one token of this request. Try again when less is going on, "
-    "or give the server more memory (ulimit -v, limits of its container)."
-)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
