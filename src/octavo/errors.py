@@ -55,6 +55,13 @@ class Overloaded(OctavoError):
         self.retry_after = retry_after
 
 
+NO_MEMORY = (
+    "The system gives no more memory for this request. Try again when less is going on, or give the server more memory (ulimit -v, limits of "
+    "its container)."
+)
+"""What a request ends with that the engine finds no room for (HTTP 503)."""
+
+
 class EngineDead(OctavoError):
     """The engine process is gone and could not be restarted."""
 

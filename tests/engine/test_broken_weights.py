@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams
-from octavo.checkpoint.bundled import packed_dir
+from octavo.config.home import packed_dir
 from octavo.errors import CheckpointError
 from octavo.ops.cpu import panel_file
 from tests.models.test_gguf_packed import packed_and_plain

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -15,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from octavo import LLM, AsyncEngineArgs, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.attention.base import LayerSpec
 from octavo.attention.kinds import CacheKinds
+from octavo.frontend.launch import engine_args, prepare_launch
 from octavo.ops.cpu import abi
 from octavo.protocol.boot import child_environment
 from octavo.worker import compiled_worker, torch_threads
@@ -176,10 +179,56 @@ def test_a_process_without_torch_whatever_requests_want(tmp_path: Path) -> None:
     assert run_alone(path, child_environment()) == ALL_SERVED
 
 
+def test_an_engine_process_loads_no_library_that_it_can_do_without(tmp_path: Path) -> None:
+    """Whatever requests want: OpenSSL alone, for a checksum, was 3 MiB of resident memory."""
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+
+    async def maps() -> str:
+        async with await AsyncLLM.start(AsyncEngineArgs(str(path), **SETTINGS)) as llm:
+            for wish in WISHES:
+                params = SamplingParams(temperature=0.0, max_tokens=3, **wish)
+                outputs = [output async for output in llm.generate({"prompt_token_ids": [5, 6, 7]}, params)]
+                assert outputs[-1].finished
+            return Path(f"/proc/{llm.engine_pid}/maps").read_text()
+
+    mapped = asyncio.run(maps())
+    assert "_native" in mapped and "numpy" in mapped
+    assert not [name for name in ("torch", "libcrypto", "libssl", "psutil", "tokenizers", "llguidance") if name in mapped]
+
+
 def test_memory_that_torch_would_not_fit_into_is_enough_for_all_requests(tmp_path: Path) -> None:
     """Under such a limit the engine was killed, once and again when its requests were replayed."""
     path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
     assert run_alone(path, child_environment(), room=64 * 2**20) == ALL_SERVED
+
+
+WORST_STEP = """
+import json, pickle, resource, sys
+from pathlib import Path
+from octavo.config import address_space
+address_space.be_frugal()
+from octavo.worker import warmup
+from octavo.worker.compiled_worker import compiled_worker
+config = pickle.loads(Path(sys.argv[1]).read_bytes())
+worker = compiled_worker(config, lambda *_: None)
+before = address_space.used()
+worker.submit(warmup.worst_step(config))
+print(json.dumps([address_space.used() - before, worker.ready_report.activation_bytes, worker.collect().errors]))
+"""
+
+
+def test_the_worst_step_takes_no_more_than_was_set_aside_for_it(tmp_path: Path) -> None:
+    """Of addresses, where these are limited; and not much less, or it would be the cache's."""
+    path, _ = packed_and_plain(tmp_path, lambda _: "Q4_1")
+    asked = {**SETTINGS, "max_model_len": 4096, "max_num_batched_tokens": 65536, "max_num_seqs": 256, "num_gpu_blocks_override": 2}
+    launch = prepare_launch(engine_args(str(path), asked))
+    (tmp_path / "config").write_bytes(pickle.dumps(launch.config))
+    limited = f"ulimit -v 4000000; exec {sys.executable} -c '{WORST_STEP}' {tmp_path / 'config'}"
+    run = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=child_environment(), timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    grown, bound, errors = json.loads(run.stdout.splitlines()[-1])
+    assert not errors
+    assert bound / 4 < grown <= bound
 
 
 def test_a_torch_that_cannot_be_imported_is_not_missed(tmp_path: Path) -> None:

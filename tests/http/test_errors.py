@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import EngineDead, InvalidRequest, Overloaded
+from octavo.errors import NO_MEMORY, EngineDead, InvalidRequest, Overloaded, RequestFailed
 from octavo.frontend.http.settings import ServerSettings
 from tests.support.fake_async_llm import overloaded
 from tests.support.http_server import RunningServer, parse_events, running_server
@@ -410,6 +410,10 @@ def test_error_classes_without_a_message_still_say_something() -> None:
     from octavo.frontend.http.errors import describe
 
     assert describe(EngineDead()).message
+    for error in (RequestFailed(NO_MEMORY), MemoryError(), ImportError("x.so: failed to map segment from shared object")):
+        reply = describe(error)
+        assert (reply.status, reply.message, reply.headers) == (503, NO_MEMORY, {"Retry-After": "5"})
+    assert describe(RequestFailed("something else")).status == 500
     assert describe(InvalidRequest("bad \ud800 text")).body()
 
 

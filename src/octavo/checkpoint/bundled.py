@@ -42,11 +42,6 @@ def models_dir() -> Path:
     return octavo_home() / "models"
 
 
-def packed_dir() -> Path:
-    """Where weights are kept as the compiled CPU kernels read them, beside the models."""
-    return octavo_home() / "packed"
-
-
 def is_present() -> bool:
     """Whether the bundled model needs no download (its size is right; it was verified when it was written)."""
     path = models_dir() / FILE

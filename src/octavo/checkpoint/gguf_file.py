@@ -70,6 +70,7 @@ _MAX_NAME: Final = 65535
 _MAX_STRING: Final = 2**26
 _FIRST_READ: Final = 2**22
 """Bytes: most headers are shorter."""
+_TOKENIZER: Final = "tokenizer."
 _MAX_ARRAY: Final = 2**22
 """Sixteen times the largest vocabulary: a damaged count is refused before gigabytes of "values" are made."""
 
@@ -110,17 +111,21 @@ class _Cursor:
     Args:
         data: the file's beginning.
         size: of the file.
+        tokenizer: what is said of the tokenizer is wanted.
 
     Raises:
         _MoreNeeded: by any method.
     """
 
-    def __init__(self, data: bytes, size: int, path: str) -> None:
+    def __init__(self, data: bytes, size: int, path: str, tokenizer: bool = True) -> None:
         self.data = data
         self.size = size
         self.pos = 0
         self.path = path
+        self.tokenizer = tokenizer
         self.where = "the header"
+        self.keeps = True
+        """The strings of lists are made; off: they are only looked for."""
 
     def fail(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: not a sound GGUF file: {self.where} {problem}. Download or convert it again.")
@@ -158,10 +163,11 @@ class _Cursor:
             raise self.fail("has a name that is not UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
-        """`count` length-prefixed strings. The one hot loop here: vocabularies and merges have 50k to 300k entries."""
+        """`count` length-prefixed strings, or none where they are not kept. The one hot loop here: vocabularies and merges have 50k to 300k entries."""
         data, size, pos = self.data, len(self.data), self.pos
         length_at = struct.Struct("<Q").unpack_from
         out: list[str] = []
+        keeps = self.keeps
         for _ in range(count):
             start = pos + 8
             if start > size or (length := length_at(data, pos)[0]) > min(size - start, _MAX_STRING):
@@ -169,7 +175,8 @@ class _Cursor:
                     raise _MoreNeeded
                 raise self.fail(f"has a string at offset {pos} that reaches past the end of the file (truncated?)")
             end = start + length
-            out.append(data[start:end].decode("utf-8", "replace"))
+            if keeps:
+                out.append(data[start:end].decode("utf-8", "replace"))
             pos = end
         self.pos = pos
         return out
@@ -178,6 +185,8 @@ class _Cursor:
         layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
         self.need(layout.size)
         self.pos += layout.size
+        if not self.keeps:
+            return []
         return list(layout.unpack_from(self.data, self.pos - layout.size))
 
     def values(self, kind: int, count: int, depth: int = 0) -> list[Any]:
@@ -194,8 +203,12 @@ class _Cursor:
         raise self.fail(f"has a value of unknown type {kind}")
 
 
-def read_gguf(path: str) -> GgufFile:
+def read_gguf(path: str, *, tokenizer: bool = True) -> GgufFile:
     """Parse the header of a GGUF file: milliseconds for a 49k vocabulary, tensor data is not touched.
+
+    Args:
+        tokenizer: keep what the metadata say of the tokenizer. Its lists are most of a header, some 100 bytes of memory a token; who only
+            loads weights has no use for them. They are checked all the same.
 
     Raises:
         CheckpointError: unreadable, not GGUF, truncated or damaged; the message names the file and the place.
@@ -213,7 +226,7 @@ def read_gguf(path: str) -> GgufFile:
         if not data:
             raise CheckpointError(f"{path}: cannot be read as a GGUF file: it is empty. Download it again.")
         try:
-            return _parse(_Cursor(data, size if len(data) == min(wanted, size) else len(data), path))
+            return _parse(_Cursor(data, size if len(data) == min(wanted, size) else len(data), path, tokenizer))
         except _MoreNeeded:
             wanted *= 4
 
@@ -243,7 +256,11 @@ def _parse(cursor: _Cursor) -> GgufFile:
         cursor.where = f"the metadata key {key!r}"
         if key in metadata:
             raise cursor.fail("appears twice")
-        metadata[key] = cursor.values(cursor.u32(), 1)[0]
+        cursor.keeps = cursor.tokenizer or not key.startswith(_TOKENIZER)
+        found = cursor.values(cursor.u32(), 1)
+        metadata[key] = found[0] if cursor.keeps else None
+    if not cursor.tokenizer:
+        metadata = {key: value for key, value in metadata.items() if not key.startswith(_TOKENIZER)}
 
     directory = [_tensor_info(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)

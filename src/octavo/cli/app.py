@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol, cast
 
 from octavo._version import __version__
 from octavo.cli.parser import CommandParser, Namespace, UsageError
+from octavo.config import address_space
 from octavo.errors import OctavoError
 
 
@@ -60,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
     Errors that Octavo raises on purpose, and those of the operating system, become one line on stderr. `--debug` (or
     OCTAVO_DEBUG=1) shows the traceback instead.
     """
+    address_space.be_frugal()
     debug = "--debug" in argv or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
     try:
         return _dispatch(list(argv))
@@ -75,15 +77,20 @@ def run(argv: Sequence[str]) -> int:
         if debug:
             raise
         return _fail(str(e), 1)
-    except OSError as e:
-        if debug:
-            raise
-        where = f"{e.filename}: " if e.filename else ""
-        return _fail(f"{where}{e.strerror or e}", 1)
     except Exception as e:
         if debug:
             raise
-        return _fail(f"unexpected {type(e).__name__}: {e} (--debug shows the traceback)", 1)
+        return _fail(_unexpected(e), 1)
+
+
+def _unexpected(error: Exception) -> str:
+    """A line about something that nobody raised on purpose."""
+    if address_space.is_refusal(error):
+        return address_space.told("to go on")
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    return f"unexpected {type(error).__name__}: {error} (--debug shows the traceback)"
 
 
 def _dispatch(argv: list[str]) -> int:

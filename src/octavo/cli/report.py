@@ -84,11 +84,14 @@ def server_url(settings: Any) -> str:
 
 
 def startup_report(ready: EngineReady, config: EngineConfig, settings: Any = None) -> None:
-    """Print the report, the warnings, and (for a server, when its settings are given) the address."""
+    """Print the report, what the engine warns of, and (for a server, when its settings are given) the address.
+
+    What the settings gave reason to warn of was logged when they were resolved.
+    """
     rows = report_rows(ready, config)
     if settings is not None:
         rows.append(("Serving at", server_url(settings)))
-    _print(rows, [*config.warnings, *(w for w in ready.warnings if w not in config.warnings)])
+    _print(rows, [warning for warning in ready.warnings if warning not in config.warnings])
 
 
 def _print(rows: Sequence[tuple[str, str]], warnings: Sequence[str]) -> None:

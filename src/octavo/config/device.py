@@ -5,9 +5,9 @@ The only file outside ops/, attention/, parallel/ and worker/graphs.py that talk
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
-import hashlib
 import importlib.util
 import logging
 import os
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from octavo.config import address_space
+from octavo.config.digest import sha256
 from octavo.config.types import DeviceInfo
 from octavo.errors import ConfigError
 
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
 _MOST_THREADS = 1024
-NATIVE_ABI = 6
+NATIVE_ABI = 7
 """Of the compiled CPU kernels that this code calls."""
 
 
@@ -143,10 +145,8 @@ def _native_files() -> list[Path]:
 
 def _native_problem(path: Path) -> str | None:
     """Why a library of compiled CPU kernels cannot be used."""
-    if not _is_whole(path):
-        return "is damaged (it ends before what its header says it holds)"
-    if not _is_as_built(path):
-        return "is damaged (its checksum is not that of the library that was built)"
+    if (damage := _damage(path)) is not None:
+        return damage
     try:
         abi = ctypes.CDLL(str(path)).octavo_abi()
     except (OSError, AttributeError) as error:
@@ -154,13 +154,44 @@ def _native_problem(path: Path) -> str | None:
     return None if abi == NATIVE_ABI else f"was built for another version of Octavo (interface {abi}, wanted {NATIVE_ABI})"
 
 
-def _is_as_built(path: Path) -> bool:
-    """Whether a library has the checksum that `setup.py` left beside it, if it did: code that was damaged ends the process somewhere."""
+def _damage(path: Path) -> str | None:
+    """Why a library of compiled CPU kernels is not opened at all."""
+    if not _is_whole(path):
+        return "is damaged (it ends before what its header says it holds)"
+    expected = _checksums(path)
+    if not expected:
+        return f"cannot be trusted (nothing says what was built: {path.name}.sha256 is missing beside it)"
     try:
-        expected = path.with_name(path.name + ".sha256").read_text().strip()
-        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
+        found = sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None if found in expected else "is damaged (its checksum is not that of the library that was built)"
+
+
+def _checksums(path: Path) -> set[str]:
+    """What a library's SHA-256 may be: code that was damaged ends the process somewhere.
+
+    The installation's own record of its files says so, which a file beside the library cannot overrule; in a source tree, where there is
+    no such record, that file, which `setup.py` has left there. Against who may write here this is no help: Python's code lies beside it.
+    """
+    if recorded := _recorded_checksums(path):
+        return recorded
+    try:
+        return {path.with_name(path.name + ".sha256").read_text(encoding="ascii").strip()}
     except (OSError, UnicodeDecodeError):
-        return True
+        return set()
+
+
+def _recorded_checksums(path: Path) -> set[str]:
+    """Of a library, by the lists of files (RECORD) of the package's installations around it. There may be an old one beside the new."""
+    site = path.parents[3] if len(path.parents) > 3 else path.parent
+    begin, found = f"{path.relative_to(site).as_posix()},sha256=", set[str]()
+    for record in site.glob("octavo-*.dist-info/RECORD"):
+        with contextlib.suppress(OSError, UnicodeDecodeError, ValueError):
+            for line in record.read_text(encoding="utf-8").splitlines():
+                if line.startswith(begin):
+                    found.add(base64.urlsafe_b64decode(line[len(begin) :].partition(",")[0] + "==").hex())
+    return found
 
 
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
@@ -193,29 +224,31 @@ def _is_whole(path: Path) -> bool:
     return max(ends) <= size
 
 
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of host memory, within the limits of the cgroup and of the process (`ulimit -v`) if there are any."""
-    import psutil
+def host_memory(*, addresses: bool = True) -> tuple[int, int]:
+    """(total, available) bytes of host memory, within the limits of the cgroup and of the process if there are any.
 
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
-    for limit, used in (_cgroup_memory(), _address_space()):
+    Args:
+        addresses: the limit of the process's address space (`ulimit -v`) counts too.
+    """
+    total, available = _whole_memory()
+    own = (address_space.limit(), address_space.used()) if addresses else (None, 0)
+    for limit, used in (_cgroup_memory(), own):
         if limit is not None and limit < total:
             total, available = limit, max(0, min(available, limit - used))
     return total, available
 
 
-def _address_space() -> tuple[int | None, int]:
-    """(limit, used) bytes of this process's address space; None: no limit."""
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None, 0
+def _whole_memory() -> tuple[int, int]:
+    """(total, available) bytes of the machine."""
     try:
-        return limit, int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except (OSError, ValueError):
-        return limit, 0
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        return found["MemTotal"], found["MemAvailable"]
+    except (OSError, ValueError, IndexError, KeyError):
+        import psutil  # 50 ms, and a megabyte
+
+        memory = psutil.virtual_memory()
+        return int(memory.total), int(memory.available)
 
 
 def _cpu(threads: int) -> DeviceInfo:

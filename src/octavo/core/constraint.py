@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.config.address_space import is_refusal
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
 from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
 from octavo.core.restriction import BadWords, Restriction, Spellings, drop_dead_ends
+from octavo.errors import NO_MEMORY
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
@@ -313,7 +315,7 @@ class Constraints:
         except GrammarError as error:
             return str(error)
         except Exception as error:
-            return f"The grammar of this request could not be compiled: {error}."
+            return NO_MEMORY if is_refusal(error) else f"The grammar of this request could not be compiled: {error}."
         return ""
 
     def masks(self, slots: Int32, requests: Sequence[Request]) -> tuple[TokenMasks, dict[int, str]]:

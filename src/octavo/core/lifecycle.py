@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from octavo.config.address_space import is_refusal
 from octavo.core.batch import Batch
 from octavo.core.constraint import Constraints, blamed
 from octavo.core.kv.manager import KVManager
 from octavo.core.kv.tables import BlockRun
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Family, Request, RequestState, expand
+from octavo.errors import NO_MEMORY
 from octavo.protocol.engine import FinishReason, NewRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -138,7 +140,7 @@ class Lifecycle:
         try:
             self.constraints.park(siblings)
         except Exception as error:
-            self._refuse_all(siblings, str(error))
+            self._refuse_all(siblings, NO_MEMORY if is_refusal(error) else str(error))
 
     def unpark(self, *, wait: bool) -> None:
         """Queue requests whose grammar is ready by now.
@@ -293,8 +295,9 @@ class Lifecycle:
             return
         if request.slot >= 0:
             self.kv.close(request.slot)
+        blame = None if message == NO_MEMORY else param
         self.outbox.append(
-            TokenDelta(request.id, request.index, [], FinishReason.ERROR, error=message, error_param=param, times=request.times())
+            TokenDelta(request.id, request.index, [], FinishReason.ERROR, error=message, error_param=blame, times=request.times())
         )
         request.hold = False
         self._end(request, failed=True)

@@ -18,14 +18,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
+from octavo.config import address_space
 from octavo.config.types import EngineConfig
-from octavo.errors import OctavoError
+from octavo.errors import ConfigError, OctavoError
 from octavo.protocol.boot import EngineBoot, die_with_parent
 from octavo.protocol.engine import (
     AbortRequests,
@@ -182,9 +184,13 @@ def _load_builder(name: str) -> Builder:
 
 def seconds_alive() -> float:
     """Since the process was started: what imports took before there was a clock to look at."""
-    import psutil
+    try:
+        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return float(Path("/proc/uptime").read_bytes().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        import psutil  # not needed on Linux, and not free
 
-    return time.time() - float(psutil.Process().create_time())
+        return time.time() - float(psutil.Process().create_time())
 
 
 def main() -> int:
@@ -211,6 +217,9 @@ def main() -> int:
         mailbox.send(EngineFailed(str(e), kind=type(e).__name__))
         return 1
     except Exception as e:
+        if engine is None and address_space.is_refusal(e):
+            mailbox.send(EngineFailed(address_space.told(f"to load {boot.config.model.name}"), kind=ConfigError.__name__))
+            return 1
         logger.exception("The engine failed")
         mailbox.send(EngineFailed(f"{type(e).__name__}: {e}"))
         return 1

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.config import address_space
 from octavo.config.args import EngineArgs
+from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.client import Progress
@@ -26,6 +28,11 @@ MOST_SURPLUS_TOKENS = 256
 """Fine-tunes add a few tokens that the weights do not have; a prompt that holds one is refused. More is another model's tokenizer."""
 LEAST_MISSING_TOKENS = 256
 """Weights have more rows than there are tokens, to make up a round number: that many more at the most, or a tenth."""
+
+
+LEAST_ADDRESSES = 256 << 20
+ADDRESSES_A_TOKEN = 1 << 10
+"""Of address space: what a frontend with its tokenizer maps before the first request, measured and rounded up."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         pooling_length=None if pooling is None else pooling.max_length,
         node_token=node_token(args),
     )
+    _check_addresses(config)
     defaults = default_sampling_params(checkpoint, args)
     for warning in config.warnings:
         logger.warning("%s", warning)
@@ -105,6 +113,20 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("Sampling defaults of the model, where a request says nothing: %s (--generation-config none turns them off)", shown)
     return Launch(args, checkpoint, config, defaults)
+
+
+def _check_addresses(config: EngineConfig) -> None:
+    """Said here, because what fails later may be anything, and some libraries end the process where they get no memory.
+
+    Raises:
+        ConfigError: the limit of the address space is less than a frontend needs, or an engine.
+    """
+    least = LEAST_ADDRESSES + ADDRESSES_A_TOKEN * config.model.vocab_size
+    if (most := address_space.limit()) is not None and most < least:
+        raise ConfigError(
+            f"The address space of each process is limited to {format_bytes(most)} (ulimit -v), and {config.model.name} needs at least "
+            f"{format_bytes(least)} to start, more with its weights and KV cache. Raise that limit; it counts what is mapped, not only what is used."
+        )
 
 
 def node_token(args: EngineArgs) -> str:

@@ -257,11 +257,11 @@ class InputProcessor:
         limit = self._model.max_logprobs
         if value is None or limit == -1:
             return
-        if value == -1:
-            value = self._model.vocab_size
-        if value > limit:
+        everything = " (the whole vocabulary)" if value == -1 else ""
+        if everything or value > limit:
             raise InvalidRequest(
-                f"{name}={value} is more than this server gives ({limit}). Ask for fewer, or start it with a higher --max-logprobs.",
+                f"{name}={value}{everything} is more than this server gives ({limit}). "
+                f"Ask for fewer, or start it with {'--max-logprobs -1' if everything else 'a higher --max-logprobs'}.",
                 param=name,
             )
 

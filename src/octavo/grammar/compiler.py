@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from octavo.config.address_space import is_refusal
 from octavo.grammar.depth import depth_problem
 from octavo.grammar.effort import FULL, Effort
 from octavo.grammar.library import llguidance, one_line
@@ -91,15 +92,15 @@ class GrammarCompiler:
         """
         assert self._vocabulary is not None
         known = self._cache.get(source)
-        if known is not None:
+        if known is not None and not _found_no_memory(known[0]):
             self._cache.move_to_end(source)
             return known[0]
         cheap, costly = self._threads()
-        if self._tokenizer is None:
+        if self._tokenizer is None or _found_no_memory(self._tokenizer):
             self._tokenizer = cheap.submit(engine_tokenizer, self._vocabulary)
         future = (costly if cost >= COSTLY else cheap).submit(_compile, self._tokenizer, source)
+        self._cached_cost += max(cost, LEAST_COST) - (0 if known is None else known[1])
         self._cache[source] = future, max(cost, LEAST_COST)
-        self._cached_cost += max(cost, LEAST_COST)
         while len(self._cache) > MAX_CACHED or (self._cached_cost > MAX_CACHED_COST and len(self._cache) > 1):
             self._cached_cost -= self._cache.popitem(last=False)[1][1]
         return future
@@ -233,6 +234,12 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
 def fresh_matcher(tokenizer: Any, source: str, effort: Effort = FULL) -> Any:
     """The engine's matcher for a grammar. To be called on a deep stack."""
     return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits())
+
+
+def _found_no_memory(work: Future[Any]) -> bool:
+    """Whether it has failed for a reason that may be gone by now."""
+    error = work.exception() if work.done() and not work.cancelled() else None
+    return error is not None and is_refusal(error)
 
 
 def _compile(tokenizer: Future[Any], source: str) -> Any:

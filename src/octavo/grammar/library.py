@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from octavo.config.address_space import is_refusal
 from octavo.errors import NotYet
 
 INSTALL = "pip install 'octavo[structured]'"
@@ -15,10 +16,13 @@ def llguidance() -> Any:
 
     Raises:
         NotYet: it is not installed.
+        MemoryError: the system gives no memory for it.
     """
     try:
         return importlib.import_module("llguidance")
-    except ImportError:
+    except ImportError as error:
+        if is_refusal(error):
+            raise MemoryError("The system gives no memory for the grammar engine.") from None
         raise NotYet(
             f"Structured output (response_format, structured_outputs, tool_choice required or named, strict tools) needs the package "
             f"llguidance, which this server lacks: {INSTALL}."

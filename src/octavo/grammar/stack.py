@@ -6,14 +6,22 @@ error can be caught. `depth` bounds the levels; this gives what it lets through 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+
+from octavo.config import address_space
 
 T = TypeVar("T")
 
-STACK_BYTES = 256 << 20
-"""Address space only: pages that nobody touches cost nothing."""
+_LIMITED = address_space.limit() is not None
+"""Addresses are scarce: they were when this process began."""
+STACK_BYTES = (64 if _LIMITED else 256) << 20
+"""Address space only: pages that nobody touches cost nothing. The deepest that gets here takes less than 32 MiB."""
+_TURN: AbstractContextManager[object] = threading.Lock() if _LIMITED else contextlib.nullcontext()
+"""Where addresses are scarce, there is one such stack at a time."""
 
 _SIZE = threading.Lock()
 """The size of new stacks is a setting of the process: held while ours is in force."""
@@ -35,17 +43,24 @@ class _Call(threading.Thread):
 
 
 def on_deep_stack(function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)`, run where it may recurse. Blocks the calling thread."""
+    """`function(*args)`, run where it may recurse. Blocks the calling thread.
+
+    Raises:
+        MemoryError: the system gives no such stack.
+    """
     if isinstance(threading.current_thread(), _Call):
         return function(*args)
     call = _Call(function, args)
-    with _SIZE:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            call.start()
-        finally:
-            threading.stack_size(before)
-    call.join()
+    with _TURN:
+        with _SIZE:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                call.start()
+            except RuntimeError as error:
+                raise MemoryError("The system gives no stack for the grammar engine.") from error
+            finally:
+                threading.stack_size(before)
+        call.join()
     if call.error is not None:
         raise call.error
     result: T = call.result

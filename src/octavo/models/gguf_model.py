@@ -37,13 +37,13 @@ def _gguf(path: str, load_format: str) -> GgufFile | None:
     if os.path.isfile(path):
         if load_format == "safetensors":
             raise ConfigError(f"--load-format safetensors needs a model folder, got the file {path}.")
-        return read_gguf(path)
+        return read_gguf(path, tokenizer=False)
     if load_format != "gguf":
         return None
     found = sorted(n for n in os.listdir(path) if n.endswith(".gguf")) if os.path.isdir(path) else []
     if len(found) != 1:
         raise CheckpointError(f"{path}: holds {len(found)} .gguf files. Give the path of the one to load.")
-    return read_gguf(os.path.join(path, found[0]))
+    return read_gguf(os.path.join(path, found[0]), tokenizer=False)
 
 
 def gguf_spec(hf_config: Mapping[str, Any], gguf: GgufFile) -> tuple[ModelSpec, Family]:

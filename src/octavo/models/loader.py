@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from octavo.checkpoint import text_part
-from octavo.checkpoint.bundled import packed_dir
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
+from octavo.config.home import packed_dir
 from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.checkpoint import text_part
-from octavo.checkpoint.bundled import packed_dir
 from octavo.checkpoint.gguf_file import ROPE_DIVISORS, GgufFile, GgufTensor
+from octavo.config.home import packed_dir
 from octavo.config.types import EngineConfig
 from octavo.models.families.base import Family
 from octavo.models.gguf_model import gguf_spec, open_header, runs_through_transformers

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from octavo.protocol.step import Int32
 from octavo.sampling.state import Column, Feature, Int64, SlotRecord
+from octavo.sampling.token_sets import distinct
 
 Float32 = npt.NDArray[np.float32]
 
@@ -57,13 +58,13 @@ def _penalise(logits: Float32, numbers: Float32, tokens: Int32, output: Int32) -
     repetition, frequency, presence = (numbers[column] for column in (Column.REPETITION, Column.FREQUENCY, Column.PRESENCE))
     with np.errstate(over="ignore"):  # of large logits; the row is found unusable then
         if repetition != 1.0:
-            seen = np.unique(tokens)
+            seen = distinct(tokens)
             scores = logits[seen]
             logits[seen] = np.where(scores > 0, scores / repetition, scores * repetition)
         if frequency != 0.0:
             np.subtract.at(logits, output, frequency)
         if presence != 0.0:
-            logits[np.unique(output)] -= presence
+            logits[distinct(output)] -= presence
 
 
 def only_stops(words: Int32, stop_ids: Int64) -> bool:

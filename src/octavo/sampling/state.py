@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import Int32, SlotInit
+from octavo.sampling.token_sets import distinct
 
 if TYPE_CHECKING:
     import torch
@@ -97,10 +98,10 @@ def record_of(init: SlotInit) -> SlotRecord:
         logprob_token_ids=tuple(p.logprob_token_ids or ()),
         bias_ids=np.fromiter(p.logit_bias, np.int64) if p.logit_bias else None,
         bias_values=np.fromiter(p.logit_bias.values(), np.float32) if p.logit_bias else None,
-        allowed_ids=np.unique(np.asarray(p.allowed_token_ids, np.int64)) if p.allowed_token_ids is not None else None,
+        allowed_ids=distinct(np.asarray(p.allowed_token_ids, np.int64)) if p.allowed_token_ids is not None else None,
         bad_words=tuple(tuple(word) for word in p.bad_words_token_ids or () if word),
         min_tokens=p.min_tokens,
-        stop_ids=np.unique(np.asarray(blocked, np.int64)) if blocked else None,
+        stop_ids=distinct(np.asarray(blocked, np.int64)) if blocked else None,
     )
 
 

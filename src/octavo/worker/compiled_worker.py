@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 from octavo.attention.kinds import CacheKinds, SlidingBlocks, cache_layout
 from octavo.attention.native_memory import NativeCacheMemory
+from octavo.config import address_space
 from octavo.config.types import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import NO_MEMORY, ConfigError
 from octavo.models.program_loader import LoadedProgram, load_program
 from octavo.ops.cpu import decoder_kernels
 from octavo.ops.cpu.cpu_program import CpuProgram
@@ -19,9 +20,9 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.step import CacheShape, Int32, StepPlan, StepResult
 from octavo.sampling.state import SamplerState
 from octavo.worker import native_look
-from octavo.worker.diagnosis import Circumstances, Diagnosis
+from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
 from octavo.worker.host_tables import HostTables
-from octavo.worker.memory import activation_bound, cache_bytes, cannot_allocate, cpu_budget, shape_of, size_kinds
+from octavo.worker.memory import cache_bytes, cannot_allocate, compiled_bound, cpu_budget, shape_of, size_kinds
 from octavo.worker.native_steps import NativeSteps
 from octavo.worker.report import ready_report
 from octavo.worker.warmup import all_slots, first_steps
@@ -61,7 +62,7 @@ class CompiledWorker:
             tables = HostTables.empty(scheduler.max_num_seqs, config.model.max_model_len, block_size, two_kinds=bool(layout.sliding))
             state = SamplerState(scheduler.max_num_seqs)
         with self._phase("memory"):
-            budget = cpu_budget(config, sum(loaded.kinds.values()), activation_bound(spec, config, 4))
+            budget = cpu_budget(config, sum(loaded.kinds.values()), compiled_bound(spec, config))
 
             def block_bytes(members: tuple[int, ...]) -> int:
                 return NativeCacheMemory.bytes_per_block(tuple(layers[i] for i in members), block_size, _ITEM_BYTES[config.cache.dtype])
@@ -84,7 +85,8 @@ class CompiledWorker:
         self._diagnosis = Diagnosis(native_look.look_into(compiled, layers), prompt, state, Circumstances.of(config))
         with self._phase("warm-up"):
             for plan in first_steps(config):
-                self._steps.run(plan)
+                if NO_MEMORY in (self._steps.run(plan).errors or {}).values():
+                    raise ConfigError(address_space.told(f"to compute with {config.model.name}, now that its KV cache is allocated"))
             state.leave(all_slots(config))
         self._report = ready_report(
             config,
@@ -108,14 +110,10 @@ class CompiledWorker:
         return self._report
 
     def submit(self, plan: StepPlan) -> None:
-        """Run a step: it has run when this returns.
-
-        Raises:
-            Exception: the step could not run, and the next one can.
-        """
+        """Run a step: it has run when this returns. Requests that it could not do have an error in its result."""
         result = self._steps.run(plan)
         if result.errors:
-            result.errors = self._diagnosis.explain(list(result.errors))
+            result.errors |= self._diagnosis.explain([slot for slot, why in result.errors.items() if why == NO_TOKEN])
         self._results.append(result)
 
     def collect(self) -> StepResult:

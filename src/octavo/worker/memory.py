@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.attention.kinds import CacheLayout
+from octavo.config import address_space
 from octavo.config.device import host_memory
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
@@ -27,12 +28,21 @@ CPU_CACHE_BYTES = 4 * 2**30
 """Largest default cache on a CPU: other programs live there too. Pages are only taken as blocks are first used."""
 CPU_FRACTION = 0.5
 """Of the host memory still free, this much may go to the cache by default."""
+ADDRESS_GROWTH = 192 * 2**20
+"""Where its address space is limited: what a process on a CPU maps while it serves, besides steps. A stack for the grammar engine (64 MiB)
+and what that keeps, threads, Python's heap."""
 CONTEXT_BYTES = 2**30
 """What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
 HEADROOM = 0.01
 """Of a GPU's memory, left free in any case: other processes may want a little more, and fragments are not worth a crash."""
 LARGEST_TILES_BYTES = 192 * 2**20
 """Attention tiles and masks, and a sampler or logprobs slice with its copies (see those files for the single limits)."""
+
+
+SPARE_TOKENS = 256
+"""Kernels lay out a few more tokens than there are."""
+SCORING_BYTES = 64 * 2**20
+"""Slices of logits, and their logarithms in double precision (`sampling/host_logprobs.py`)."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,9 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
     text += f"Lower --max-model-len to {fits} or less (auto finds it)" if fits else "No length fits: free memory or use a smaller model"
     if config.cache.memory_bytes is not None:
         return text + f", or raise --kv-cache-memory-bytes to at least {needed}."
+    if config.device.kind == "cpu" and (most := address_space.limit()) is not None:
+        text += f", or raise the limit of the address space ({format_bytes(most)}, ulimit -v)."
+        return text + (_smaller_steps(budget) if budget.activations > needed else "")
     if config.device.kind == "cpu":
         return text + f", or set --cpu-kvcache-space to at least {needed / 2**30:.2f} (GiB)."
     used = budget.weights + budget.activations
@@ -189,10 +202,14 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
         text += f", or raise --gpu-memory-utilization to {fraction + 0.005:.2f}"
     text += "."
     if budget.activations > 2 * needed:
-        text += f" A step may take {format_bytes(budget.activations)}: --max-num-batched-tokens and --max-num-seqs lower that."
+        text += _smaller_steps(budget)
     if budget.other > CONTEXT_BYTES:
         text += f" Other processes hold {format_bytes(budget.other)} of the GPU's {format_bytes(budget.total)}."
     return text
+
+
+def _smaller_steps(budget: Budget) -> str:
+    return f" A step may take {format_bytes(budget.activations)}: --max-num-batched-tokens and --max-num-seqs lower that."
 
 
 def cannot_allocate(config: EngineConfig, budget: Budget, num_blocks: int, cache_bytes: int) -> str:
@@ -219,6 +236,21 @@ def activation_bound(spec: ModelSpec, config: EngineConfig, itemsize: int) -> in
     return (scheduler.max_num_batched_tokens * per_token + gathered) * itemsize + logits + tables + LARGEST_TILES_BYTES
 
 
+def compiled_bound(spec: ModelSpec, config: EngineConfig) -> int:
+    """Bytes that the scratch memory of the compiled CPU kernels grows to, see native/engine.h, from above; with NumPy's part of a step
+    that scores tokens, and the tables."""
+    scheduler, length = config.scheduler, config.model.max_model_len
+    tokens = scheduler.max_num_batched_tokens + SPARE_TOKENS
+    heads = max(layer.num_heads * layer.head_dim for layer in spec.layer_specs)
+    qkv = max((layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in spec.layer_specs)
+    inner = spec.mlp.intermediate_size
+    # Inputs of linear layers: as they are, in groups, rounded to 16 bits, and some numbers for each 32.
+    per_token = 10.5 * (spec.hidden_size + heads + inner) + 4 * (3 * spec.hidden_size + qkv + heads + 2 * inner)
+    # Logits: as they come, scaled, those to choose from, and a copy to score; and those of prompt tokens a slice at a time.
+    logits = 4 * 4 * min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * spec.vocab_size
+    return int(tokens * per_token) + logits + SCORING_BYTES + table_bytes(scheduler.max_num_seqs, length, config.cache.block_size)
+
+
 def _widest_block(spec: ModelSpec) -> int:
     """Numbers between the matrices of a feed-forward block, for one token: of all of its experts, where it has them."""
     if spec.moe is None:
@@ -228,12 +260,14 @@ def _widest_block(spec: ModelSpec) -> int:
 
 
 def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
-    """After the weights are loaded: half of what is still free, 4 GiB at most."""
-    total, available = host_memory()
+    """After the weights are loaded: half of what is still free, 4 GiB at most; and no more addresses than the process may have."""
+    total, available = host_memory(addresses=False)
     left = available - activations
     # A size that was asked for is compared with all that is free, not with our default's share of it.
     asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
     cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION))
+    if (most := address_space.limit()) is not None:  # of these, others use none
+        total, cache = min(total, most), min(cache, most - address_space.used() - activations - ADDRESS_GROWTH)
     other = max(0, config.device.total_bytes - config.device.free_bytes)
     return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
 

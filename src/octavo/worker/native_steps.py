@@ -6,12 +6,14 @@ pass does. Rows that want more have their logits adjusted and scored in between,
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.attention.native_memory import NativeCacheMemory
+from octavo.errors import NO_MEMORY
 from octavo.ops.cpu.steps import Choice, CpuSteps, Float32, SlotMemory
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.step import Int32, StepPlan, StepResult
@@ -21,11 +23,14 @@ from octavo.sampling.on_host import ADJUSTING, adjust, only_stops
 from octavo.sampling.state import Feature, SamplerState
 from octavo.worker.diagnosis import NO_TOKEN
 from octavo.worker.host_tables import HostTables
+from octavo.worker.step_halves import halves, joined
 
 if TYPE_CHECKING:
     from octavo.attention.native_cpu import NativeCpuAttention
     from octavo.models.compiled import CompiledDecoder
     from octavo.worker.slots import SlotTables
+
+logger = logging.getLogger(__name__)
 
 SLICE_ELEMENTS = 2**22
 """Prompts are scored in slices of about this many logits, which bounds the memory that this needs."""
@@ -54,13 +59,11 @@ class NativeSteps:
         self._processed = processed_logprobs
         self.whole = 0
         """Steps so far that were one call."""
+        self._least_refused = 2**31
+        """Tokens of the smallest step so far that there was no memory for: a log line each time would be one a step."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run a step: it has run when this returns.
-
-        Raises:
-            MemoryError: the system gives none for it. The tables hold what the plan said, and the next step can run.
-        """
+        """Run a step: it has run when this returns. Requests that there was no memory for, even a token at a time, have an error."""
         began = time.perf_counter()
         state = self._state
         state.leave(plan.free_slots)
@@ -70,18 +73,43 @@ class NativeSteps:
             self._tables.write_known(plan.forced)
         if len(plan.copy_src):
             self._memory.copy_blocks(plan.copy_src, plan.copy_dst)
-        slots = plan.slots[plan.sample]
-        result = StepResult(plan.step_id, slots, np.zeros(0, np.int32))
-        if not plan.num_tokens:
+        if plan.num_tokens:
+            result = self._compute(plan)
+        else:
             self._tables.extend(plan)
-        elif (state.features[plan.slots] & ~(_DRAW | _MASKED)).any() or state.wants_prompt_logprobs[plan.slots].any():
+            result = StepResult(plan.step_id, plan.slots[plan.sample], np.zeros(0, np.int32))
+        if (result.tokens < 0).any():
+            result.errors = {**dict.fromkeys(result.slots[result.tokens < 0].tolist(), NO_TOKEN), **(result.errors or {})}
+        result.step_seconds = time.perf_counter() - began
+        return result
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        """A step of requests that are seated; in two halves, and those again, if the system has no memory for it at once."""
+        try:
+            return self._compute_at_once(plan)
+        except MemoryError:
+            pass  # not in here: the exception keeps alive what the failed attempt had
+        self._steps.trim()
+        if plan.num_tokens == 1:
+            slots = plan.slots[plan.sample]
+            return StepResult(plan.step_id, slots, np.full(len(slots), -1, np.int32), errors={int(plan.slots[0]): NO_MEMORY})
+        if plan.num_tokens < self._least_refused:
+            self._least_refused = plan.num_tokens
+            logger.warning("The system gives no memory for a step of %d tokens: it is computed in two halves.", plan.num_tokens)
+        first, second = halves(plan)
+        return joined(self._compute(first), self._compute(second))
+
+    def _compute_at_once(self, plan: StepPlan) -> StepResult:
+        """Raises:
+        MemoryError: the system gives none for it. The step, or any other, can be tried again.
+        """
+        state, slots = self._state, plan.slots[plan.sample]
+        result = StepResult(plan.step_id, slots, np.zeros(0, np.int32))
+        if (state.features[plan.slots] & ~(_DRAW | _MASKED)).any() or state.wants_prompt_logprobs[plan.slots].any():
             self._run_in_parts(plan, slots, result)
         else:
             self.whole += 1
             result.tokens = self._steps.run(plan, self._choice(plan, slots, state.features[slots] & _DRAW))
-        if (result.tokens < 0).any():
-            result.errors = {**dict.fromkeys(slots[result.tokens < 0].tolist(), NO_TOKEN), **(result.errors or {})}
-        result.step_seconds = time.perf_counter() - began
         return result
 
     def _choice(self, plan: StepPlan, slots: Int32, modes: Int32) -> Choice:

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 
@@ -29,6 +28,7 @@ from octavo.sampling.state import SamplerState
 from octavo.worker.diagnosis import NO_TOKEN
 from octavo.worker.inputs import gather_inputs
 from octavo.worker.slots import SlotTables
+from octavo.worker.step_halves import halves, is_out_of_memory
 
 if TYPE_CHECKING:
     from octavo.attention.kv_calibration import KvCalibration
@@ -165,8 +165,8 @@ class Runner:
         try:
             row_slots, row_positions = upload_many([slots, positions], self._tables.device)
             return [self._sample(graphs.compute(plan, captured).float(), slots, positions, row_slots, row_positions, plan.masks).to_host()]
-        except torch.OutOfMemoryError:
-            if not self._divisible:
+        except RuntimeError as error:
+            if not self._divisible or not is_out_of_memory(error):
                 raise
         return self._compute(plan)[0]
 
@@ -197,8 +197,8 @@ class Runner:
         """Run a step whose tables are up to date; in two halves, and those again, if the device has no memory for it at once."""
         try:
             return self._compute_at_once(plan)
-        except torch.OutOfMemoryError:
-            if plan.num_tokens == 1 or not self._divisible:
+        except (RuntimeError, MemoryError) as error:
+            if plan.num_tokens == 1 or not self._divisible or not is_out_of_memory(error):
                 raise
         # Not in the handler: the exception keeps the tensors of the failed attempt alive.
         logger.warning("Out of device memory in a step of %d tokens: computing it in two halves.", plan.num_tokens)
@@ -289,29 +289,3 @@ def settle(launched: Launched) -> StepResult:
     if broken:
         result.errors = dict.fromkeys(broken, NO_TOKEN)
     return result
-
-
-def halves(plan: StepPlan) -> tuple[StepPlan, StepPlan]:
-    """Two steps, one after the other, that do together what the rows of `plan` (of more than one token) do; its tables are set."""
-    ends = np.cumsum(plan.count)
-    if len(plan.slots) > 1:
-        cut = min(max(1, int(np.searchsorted(ends, plan.num_tokens / 2))), len(plan.slots) - 1)
-        return _rows(plan, slice(0, cut)), _rows(plan, slice(cut, None))
-    count = plan.count // 2
-    first = msgspec.structs.replace(_rows(plan, slice(0, 1)), count=count, sample=np.zeros(1, np.bool_), num_tokens=int(count[0]))
-    first.max_context = int(plan.start[0] + count[0])
-    rest = plan.count - count
-    return first, msgspec.structs.replace(_rows(plan, slice(0, 1)), start=plan.start + count, count=rest, num_tokens=int(rest[0]))
-
-
-def _rows(plan: StepPlan, rows: slice) -> StepPlan:
-    start, count = plan.start[rows], plan.count[rows]
-    return msgspec.structs.replace(
-        plan,
-        slots=plan.slots[rows],
-        start=start,
-        count=count,
-        sample=plan.sample[rows],
-        num_tokens=int(count.sum()),
-        max_context=int((start + count).max()),
-    )

@@ -29,7 +29,7 @@ from octavo.protocol.step import CacheShape, Int32, StepPlan, StepResult
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker import torch_threads
-from octavo.worker.diagnosis import Circumstances, Diagnosis
+from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
@@ -48,6 +48,7 @@ from octavo.worker.memory import (
 from octavo.worker.report import ready_report
 from octavo.worker.runner import Launched, Runner, settle
 from octavo.worker.slots import SlotTables
+from octavo.worker.step_halves import is_out_of_memory
 from octavo.worker.tensor_look import look_into
 from octavo.worker.warmup import all_slots, first_steps, rehearsal_steps, worst_step
 
@@ -182,7 +183,7 @@ class Worker:
         result = _settled(self._launched.popleft())
         self.check_ranks()
         if result.errors:
-            result.errors = self._diagnosis.explain(list(result.errors))
+            result.errors |= self._diagnosis.explain([slot for slot, why in result.errors.items() if why == NO_TOKEN])
         return result
 
     def check_ranks(self) -> None:
@@ -293,8 +294,7 @@ class Worker:
             attention: AttentionBackend = self._make_attention(size.num_blocks, size.sliding_blocks)
             return attention
         except (RuntimeError, MemoryError) as e:
-            # On a CPU torch has no class of its own for this, only words.
-            if not isinstance(e, (torch.OutOfMemoryError, MemoryError)) and "allocate" not in str(e):
+            if not is_out_of_memory(e):
                 raise
             raise ConfigError(cannot_allocate(self._config, budget, size.num_blocks, cache_bytes(self._shape))) from None
 

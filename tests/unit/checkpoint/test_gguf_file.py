@@ -84,6 +84,27 @@ def test_metadata_of_every_type_comes_back(sound: Path) -> None:
     assert all(type(metadata[f"test.{n}"]) is (float if n == "f64" else int) for n in names)
 
 
+def test_the_tokenizers_part_can_be_left_out(sound: Path) -> None:
+    whole, rest = read_gguf(str(sound)), read_gguf(str(sound), tokenizer=False)
+    assert any(key.startswith("tokenizer.") for key in whole.metadata)
+    assert rest.metadata == {key: value for key, value in whole.metadata.items() if not key.startswith("tokenizer.")}
+    assert (rest.tensors, rest.data_offset) == (whole.tensors, whole.data_offset)
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_what_is_left_out_is_checked_all_the_same(tmp_path: Path, tokenizer: bool) -> None:
+    lists = [
+        struct.pack("<IIQ", 9, 8, 2) + text(b"a") + struct.pack("<Q", 1 << 40),
+        struct.pack("<IIQ", 9, 6, 1 << 20),
+        struct.pack("<I", 99),
+    ]
+    for content in lists:
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(header(values=1, rest=text(b"tokenizer.ggml.tokens") + content))
+        with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.tokens"):
+            read_gguf(str(path), tokenizer=tokenizer)
+
+
 def test_tensors_are_where_the_directory_says(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     tensors = write(path)

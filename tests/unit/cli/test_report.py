@@ -84,6 +84,15 @@ def test_off_a_terminal_the_report_is_plain_lines_on_stderr(capsys: pytest.Captu
     assert "\x1b" not in captured.err
 
 
+def test_what_was_warned_of_before_is_not_said_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """`prepare_launch` logs what the settings gave reason for."""
+    config = dataclasses.replace(tiny_config(), warnings=("There are no compiled CPU kernels.",))
+    startup_report(ready(warnings=["There are no compiled CPU kernels.", "Something small."]), config)
+    said = capsys.readouterr().err
+    assert "compiled" not in said
+    assert said.count("warning: Something small.") == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "url"),
     [

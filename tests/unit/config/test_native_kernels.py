@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import hashlib
 import logging
 import re
 from pathlib import Path
@@ -33,6 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(device, "_native_files", lambda: [Path("_native.so")])
         monkeypatch.setattr(ctypes, "CDLL", load)
+        monkeypatch.setattr(device, "_damage", lambda path: None)
         monkeypatch.setattr(device, "_cpu_flags", lambda: set(flags.split()))
         monkeypatch.setattr(device.platform, "machine", lambda: processor)
 
@@ -80,6 +83,7 @@ def test_a_library_that_was_cut_off_is_not_opened(kept: float, tmp_path: Path, m
     whole = Path(device.native_kernels_path() or "").read_bytes()
     path = tmp_path / "_native.so"
     path.write_bytes(whole[: int(kept * len(whole))])
+    (tmp_path / "_native.so.sha256").write_text(hashlib.sha256(path.read_bytes() if kept == 0 else whole).hexdigest())
     monkeypatch.setattr(device, "_native_files", lambda: [path])
     assert device.native_kernels_path() is None
     assert device.detect_device("cpu").native_kernels is False
@@ -87,6 +91,7 @@ def test_a_library_that_was_cut_off_is_not_opened(kept: float, tmp_path: Path, m
     assert check.status == "warn" and str(path) in check.found and "Reinstall Octavo" in check.advice
     assert ("is damaged" if kept else "cannot be loaded") in check.found
     path.write_bytes(whole)
+    (tmp_path / "_native.so.sha256").write_text(hashlib.sha256(whole).hexdigest())
     assert device.native_kernels_path() == str(path)
 
 
@@ -111,6 +116,47 @@ def test_a_library_that_is_as_long_as_it_was_but_another_is_not_opened(
     check = check_cpu_kernels()
     assert check.status == "warn" and "its checksum is not that of the library that was built" in check.found
     assert "Reinstall Octavo" in check.advice
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the library as pip installs it, with its checksum beside it and in the installation's list of files."""
+    built = Path(device.native_kernels_path() or "")
+    path = tmp_path / "site-packages" / "octavo" / "ops" / "cpu" / built.name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(built.read_bytes())
+    path.with_name(path.name + ".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest() + "\n")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).decode().rstrip("=")
+    record = tmp_path / "site-packages" / "octavo-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text(f"octavo/__init__.py,sha256=AAAA,7\noctavo/ops/cpu/{path.name},sha256={digest},{path.stat().st_size}\n")
+    monkeypatch.setattr(device, "_native_files", lambda: [path])
+    return path
+
+
+@pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+def test_a_library_that_was_changed_together_with_its_checksum_is_not_opened(installed: Path) -> None:
+    assert device.native_kernels_path() == str(installed)
+    changed = installed.read_bytes() + b"more"
+    installed.unlink()
+    installed.write_bytes(changed)
+    installed.with_name(installed.name + ".sha256").write_text(hashlib.sha256(changed).hexdigest())
+    assert device.native_kernels_path() is None
+    assert "its checksum is not that of the library that was built" in check_cpu_kernels().found
+
+
+@pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
+def test_an_installation_knows_its_library_without_the_file_beside_it(installed: Path) -> None:
+    beside = installed.with_name(installed.name + ".sha256")
+    beside.write_text("0" * 64)
+    assert device.native_kernels_path() == str(installed)
+    beside.unlink()
+    assert device.native_kernels_path() == str(installed)
+    for record in installed.parents[3].glob("*.dist-info/RECORD"):
+        record.write_text("octavo/__init__.py,sha256=AAAA,7\n")  # as of a source tree's, which does not list what was built there
+    assert device.native_kernels_path() is None
+    check = check_cpu_kernels()
+    assert check.status == "warn" and f"{beside.name} is missing" in check.found and "Reinstall Octavo" in check.advice
 
 
 def test_a_library_of_another_version_is_none(machine: Any) -> None:

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from octavo.core.loop import IDLE_TURNS
+from octavo.errors import NO_MEMORY
 from octavo.protocol.engine import FinishReason
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import StepPlan
@@ -207,3 +208,22 @@ def test_the_worker_may_shorten_the_context() -> None:
 def test_the_core_needs_no_torch() -> None:
     code = "import sys, octavo.core.loop, octavo.core.kv.waste; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")]
+)
+def test_a_lack_of_memory_is_told_in_words_for_users(error: Exception) -> None:
+    worker = FakeWorker(max_num_seqs=2)
+
+    def fails(plan: StepPlan) -> bool:
+        if plan.step_id == 1:
+            raise error
+        return False
+
+    worker.fail_submit = fails
+    engine = Engine(worker)
+    for i in range(4):
+        engine.add(f"r{i}", [i + 2, *PROMPT], max_tokens=4, ignore_eos=True)
+    engine.run()
+    assert [engine.seen[f"r{i}", 0].error for i in range(4)] == [NO_MEMORY, NO_MEMORY, None, None]

@@ -202,6 +202,14 @@ def test_parameters_are_checked_against_the_model(door: InputProcessor, params: 
     assert refused(door, params=SamplingParams(**params)).param == param
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_all_logprobs_are_refused_in_the_words_that_asked_for_them(door: InputProcessor, name: str) -> None:
+    error = refused(door, params=SamplingParams(**{name: -1}))
+    assert str(error).startswith(f"{name}=-1 (the whole vocabulary) is more than this server gives (20)")
+    assert "--max-logprobs -1" in str(error)
+    assert str(VOCAB_SIZE) not in str(error)
+
+
 @pytest.mark.parametrize("name", ["flat_logprobs", "prompt_logprob_token_ids", "repetition_detection"])
 def test_parameters_known_by_name_only_are_not_yet(door: InputProcessor, name: str) -> None:
     with pytest.raises(NotYet, match=name):

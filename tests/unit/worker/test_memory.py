@@ -98,11 +98,23 @@ def test_auto_shrinks_and_says_so() -> None:
 
 def test_cpu_budget_leaves_half_and_caps_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(num_blocks=None)
-    monkeypatch.setattr(memory, "host_memory", lambda: (2**35, 2**31))
+    monkeypatch.setattr(memory, "host_memory", lambda **_: (2**35, 2**31))
     assert cpu_budget(config, 0, 2**20).cache == (2**31 - 2**20) // 2
-    monkeypatch.setattr(memory, "host_memory", lambda: (2**35, 2**34))
+    monkeypatch.setattr(memory, "host_memory", lambda **_: (2**35, 2**34))
     assert cpu_budget(config, 0, 0).cache == 4 * 2**30
     assert cpu_budget(engine_config(num_blocks=None, memory_bytes=7 * 2**30), 0, 0).cache == 2**34
+
+
+def test_cpu_budget_within_a_limited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step and everything else will map is left out; nobody else uses these addresses, so there is no half for others."""
+    monkeypatch.setattr(memory, "host_memory", lambda **_: (2**35, 2**34))
+    monkeypatch.setattr(memory.address_space, "limit", lambda: 2**30)
+    monkeypatch.setattr(memory.address_space, "used", lambda: 2**28)
+    found = cpu_budget(engine_config(num_blocks=None), 0, 2**27)
+    assert found.cache == 2**30 - 2**28 - 2**27 - memory.ADDRESS_GROWTH
+    assert found.total == 2**30
+    with pytest.raises(ConfigError, match=r"or raise the limit of the address space \(1\.0 GiB, ulimit -v\)"):
+        size_cache(engine_config(num_blocks=None, max_model_len=100), budget(0), BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(

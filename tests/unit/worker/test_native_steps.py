@@ -14,6 +14,7 @@ import torch
 from octavo.attention.kinds import SlidingBlocks
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.attention.torch_paged import TorchPagedAttention
+from octavo.errors import NO_MEMORY
 from octavo.models.compiled import CompiledDecoder
 from octavo.models.decoder import Model
 from octavo.models.loader import load_model
@@ -22,7 +23,7 @@ from octavo.ops.registry import load_ops
 from octavo.protocol.boot import child_environment
 from octavo.protocol.engine import LogprobRow
 from octavo.protocol.params import OutputConstraint, SamplingParams
-from octavo.protocol.step import StepResult, TokenMasks
+from octavo.protocol.step import StepPlan, StepResult, TokenMasks
 from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker.native_steps import NativeSteps, steps_over
@@ -311,7 +312,78 @@ def test_a_step_without_memory_fails_and_the_next_one_runs(models: dict[str, Mod
         [sys.executable, "-c", WITHOUT_MEMORY], check=False, capture_output=True, text=True, env=child_environment(), timeout=120
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["MemoryError", "3"]
+    assert run.stdout.split() == ["MemoryError", "3", "True", "3"]
+
+
+def short_of_memory(steps: NativeSteps, most_tokens: int) -> list[int]:
+    """Have compiled calls of more than `most_tokens` tokens fail; the sizes that got through are written to the returned list."""
+    inner: Any = steps._steps
+    sizes: list[int] = []
+
+    def limited(call: Any) -> Any:
+        def run(plan: StepPlan, *args: Any, **more: Any) -> Any:
+            if plan.num_tokens > most_tokens:
+                raise MemoryError
+            sizes.append(plan.num_tokens)
+            return call(plan, *args, **more)
+
+        return run
+
+    inner.run, inner.run_to_logits = limited(inner.run), limited(inner.run_to_logits)
+    return sizes
+
+
+@pytest.mark.parametrize("most_tokens", [1, 2, 5])
+def test_a_step_without_room_is_computed_in_parts(models: dict[str, Model], most_tokens: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Same tokens, masked or not, with logprobs or not; one line in the log for each size, not one a step."""
+    expected, held = play(steps_of(models["native"]).run), masked(steps_of(models["native"]).run, 3)
+    caplog.set_level("WARNING")
+    steps = steps_of(models["native"])
+    sizes = short_of_memory(steps, most_tokens)
+    assert play(steps.run) == expected
+    assert masked(steps.run, 3) == held
+    assert max(sizes) <= most_tokens < len(sizes)
+    lines = [record.getMessage() for record in caplog.records if "in two halves" in record.getMessage()]
+    assert 0 < len(lines) == len(set(lines))
+
+
+def test_scores_of_parts_are_those_of_the_whole(models: dict[str, Model]) -> None:
+    def scored(run: Run) -> list[Any]:
+        wish = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=1, max_tokens=None)
+        plans = Plans()
+        init = [slot_init(slot, list(range(3, 14)), [1 + 3 * slot + j for j in range(3)], sampling=wish) for slot in range(2)]
+        first = run(plans([Row(0, 0, 11, True), Row(1, 0, 7, False)], init=init))
+        return [first, run(plans([Row(0, 11, 1, True), Row(1, 7, 4, True)]))]
+
+    expected = scored(steps_of(models["native"]).run)
+    steps = steps_of(models["native"])
+    short_of_memory(steps, 3)
+    for one, other in zip(scored(steps.run), expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert (one.errors, one.logprobs, one.prompt_logprobs) == (None, other.logprobs, other.prompt_logprobs)
+
+
+def test_requests_that_there_is_no_memory_for_fail_alone(models: dict[str, Model]) -> None:
+    steps = steps_of(models["native"])
+    inner: Any = steps._steps
+    whole = inner.run
+
+    def refuse(plan: StepPlan, *args: Any) -> Any:
+        if 1 in plan.slots:
+            raise MemoryError
+        return whole(plan, *args)
+
+    inner.run = refuse
+    plans, greedy = Plans(), SamplingParams(temperature=0.0, max_tokens=None)
+    init = [slot_init(slot, [3, 4, 5], [slot + 1], sampling=greedy) for slot in range(3)]
+    first = steps.run(plans([Row(0, 0, 3, True), Row(1, 0, 2, False), Row(2, 0, 3, True)], init=init))
+    assert first.errors == {1: NO_MEMORY}
+    second = steps.run(plans([Row(slot, 3, 1, True) for slot in range(3)]))
+    assert second.errors == {1: NO_MEMORY}
+    tokens = dict(zip(second.slots.tolist(), second.tokens.tolist(), strict=True))
+    assert tokens[0] == tokens[2] >= 0 > tokens[1]
+    inner.run = whole
+    assert not steps.run(plans([Row(slot, 4, 1, True) for slot in (0, 2)])).errors
 
 
 WITHOUT_MEMORY = """
@@ -336,5 +408,10 @@ try:
     multiply(2**16)
 except MemoryError as error:
     print(type(error).__name__)
+print(multiply(3))
+multiply(2**10)
+before = int(open("/proc/self/statm").read().split()[1])
+abi.loaded().octavo_engine_trim(engine.handle)
+print(before - int(open("/proc/self/statm").read().split()[1]) > 2**24 // 4096)  # at least 16 MiB
 print(multiply(3))
 """

@@ -11,7 +11,7 @@ import torch
 
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import StepResult
-from octavo.worker.runner import halves
+from octavo.worker.step_halves import halves
 from octavo.worker.worker import Worker
 from tests.support.step_plans import Plans, Row, slot_init
 from tests.unit.worker.test_worker import Driver, prompt_of, small_config

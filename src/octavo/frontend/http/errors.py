@@ -19,7 +19,8 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from octavo.errors import EngineDead, InvalidRequest, ModelNotFound, NotYet, OctavoError, Overloaded
+from octavo.config import address_space
+from octavo.errors import NO_MEMORY, EngineDead, InvalidRequest, ModelNotFound, NotYet, OctavoError, Overloaded, RequestFailed
 
 logger = logging.getLogger("octavo.server")
 
@@ -115,12 +116,20 @@ def describe(error: BaseException) -> ErrorReply:
             return ErrorReply(429, "RateLimitError", str(error), headers={"Retry-After": str(seconds)})
         case EngineDead():
             return ErrorReply(503, "ServiceUnavailableError", str(error) or "The engine is not running.")
+        case RequestFailed() if str(error) == NO_MEMORY:
+            return _no_memory()
         case OctavoError():
             return ErrorReply(500, "InternalServerError", str(error))
         case HTTPException():
             return ErrorReply(error.status_code, _http_type(error.status_code), str(error.detail), headers=dict(error.headers or {}))
+        case _ if address_space.is_refusal(error):
+            return _no_memory()
         case _:
             return ErrorReply(500, "InternalServerError", INTERNAL_MESSAGE)
+
+
+def _no_memory() -> ErrorReply:
+    return ErrorReply(503, "ServiceUnavailableError", NO_MEMORY, headers={"Retry-After": "5"})
 
 
 def renamed(error: BaseException, names: Mapping[str, str]) -> BaseException:

@@ -189,6 +189,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[type]]]] = {
     "octavo_set_level": (c_int32, [c_int32]),
     "octavo_engine_new": (c_void_p, [c_int32]),
     "octavo_engine_free": (None, [c_void_p]),
+    "octavo_engine_trim": (None, [c_void_p]),
     "octavo_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "octavo_pack": (c_int32, [c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "octavo_linear": (_done, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32]),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.config.device import usable_cores
+from octavo.config.digest import sha256
 from octavo.ops.cpu.abi import LAYOUT
 from octavo.ops.cpu.held_file import Region, hold, open_file
 from octavo.ops.packed import EncodedRows, Panels
@@ -65,7 +65,7 @@ class Source:
         real = os.path.realpath(path)
         status = os.stat(real)
         with open(real, "rb") as file:
-            digest = hashlib.sha256(file.read(header_bytes)).hexdigest()
+            digest = sha256(file.read(header_bytes)).hexdigest()
         return cls(real, status.st_size, status.st_mtime_ns, digest)
 
     def is_current(self) -> bool:
@@ -77,7 +77,7 @@ class Source:
     @property
     def name(self) -> str:
         text = json.dumps([FORMAT, LAYOUT, self.path, self.size, self.changed_ns, self.header])
-        return f"{Path(self.path).stem[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{SUFFIX}"
+        return f"{Path(self.path).stem[:80]}-{sha256(text.encode()).hexdigest()[:20]}{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def panel_file(
 
 def _describe(rows: EncodedRows) -> str:
     order = b"" if rows.order is None else np.ascontiguousarray(rows.order, np.int64).tobytes()
-    return hashlib.sha256(json.dumps([rows.encoding, *rows.shape, list(rows.data.shape)]).encode() + order).hexdigest()
+    return sha256(json.dumps([rows.encoding, *rows.shape, list(rows.data.shape)]).encode() + order).hexdigest()
 
 
 def _read(path: Path) -> tuple[Any, list[_Entry]] | None:
@@ -192,7 +192,7 @@ def _read(path: Path) -> tuple[Any, list[_Entry]] | None:
         entries: list[_Entry] = []
         memory = hold(str(path), head["size"], sound=functools.partial(_is_sound, entries)).array()
         index = memory[head["index"] :].tobytes()
-        if hashlib.sha256(index).hexdigest() != head["digest"]:
+        if sha256(index).hexdigest() != head["digest"]:
             raise ValueError("its index is damaged")
         entries += [_Entry(**entry) for entry in json.loads(index)]
         if not all(HEADER_BYTES <= e.offset <= e.offset + e.nbytes <= head["index"] for e in entries):
@@ -256,7 +256,7 @@ def _complete(file: PanelFile, handle: int, source: Source) -> int:
         file.entries[:] = checked
         index = json.dumps([vars(entry) for entry in checked]).encode()
         size = file._end + len(index)
-        head = {"size": size, "index": file._end, "digest": hashlib.sha256(index).hexdigest(), "source": vars(source)}
+        head = {"size": size, "index": file._end, "digest": sha256(index).hexdigest(), "source": vars(source)}
         line = MAGIC + json.dumps(head).encode()
         if len(line) > HEADER_BYTES:
             return 0

@@ -112,6 +112,10 @@ class CpuSteps:
             return np.empty((0, self.vocab), np.float32), hidden
         return np.ctypeslib.as_array(logits, (rows, self.vocab)), hidden
 
+    def trim(self) -> None:
+        """Give back the scratch memory of the largest steps: one that found no room may have kept the most of it."""
+        self._library.octavo_engine_trim(self._engine.handle)
+
     def logits(self, hidden: Float32) -> Float32:
         """[rows, hidden] -> [rows, vocab]."""
         return logits_of(self._engine, self._decoder, hidden)

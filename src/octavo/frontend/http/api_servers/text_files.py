@@ -7,12 +7,14 @@ vocabulary than its neighbours: so all of them read a copy.
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import ConfigError
 from octavo.frontend.launch import Launch
 
@@ -38,7 +40,7 @@ class TextFiles:
 
 
 def keep(launch: Launch, folder: Path) -> TextFiles:
-    """Copy what `launch`'s tokenizer is read from into a new folder. (Of a GGUF model, it is in `launch` already.)
+    """Copy what `launch`'s tokenizer is read from into a new folder. (Of a GGUF model that brings its own, it is in `launch` already.)
 
     Raises:
         OctavoError: the tokenizer that was asked for is nowhere, or cannot be read.
@@ -58,6 +60,11 @@ def keep(launch: Launch, folder: Path) -> TextFiles:
             _copy(path, place / path.relative_to(source))
         copies[str(place)] = str(source)
         args = dataclasses.replace(args, tokenizer=str(place))
+    elif args.tokenizer:  # a GGUF file
+        place = folder / "tokenizer.gguf"
+        _copy_header(source, place)
+        copies[str(place)] = str(source)
+        args = dataclasses.replace(args, tokenizer=str(place))
     given = args.chat_template
     if given is not None and "{" not in given and (path := Path(given).expanduser()).is_file():
         _copy(path, folder / "template")
@@ -70,6 +77,17 @@ def _copy(path: Path, place: Path) -> None:
     place.parent.mkdir(exist_ok=True)
     try:
         shutil.copyfile(path, place)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read, or not be kept in {place.parent}: {error.strerror or error}.") from None
+
+
+def _copy_header(path: Path, place: Path) -> None:
+    """A GGUF file with all that is not weights: these are a hole, which takes no room."""
+    beginning = read_gguf(str(path)).data_offset
+    try:
+        with path.open("rb") as file, place.open("wb") as copy:
+            copy.write(file.read(beginning))
+            copy.truncate(os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read, or not be kept in {place.parent}: {error.strerror or error}.") from None
 

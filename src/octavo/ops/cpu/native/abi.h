@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#define OCTAVO_ABI 6
+#define OCTAVO_ABI 7
 
 enum OctavoKind : int32_t {
     KIND_F32 = 0,
@@ -155,6 +155,7 @@ EXPORT int32_t octavo_level();                // the kernels in use: 0 portable,
 EXPORT int32_t octavo_set_level(int32_t);     // 0 if this machine cannot run it
 EXPORT OctavoEngine* octavo_engine_new(int32_t threads);  // null if the system does not start so many
 EXPORT void octavo_engine_free(OctavoEngine*);
+EXPORT void octavo_engine_trim(OctavoEngine*);  // gives its scratch memory back to the system
 
 EXPORT int64_t octavo_packed_bytes(int32_t kind, int64_t rows, int64_t columns);
 // Rows as a checkpoint has them -> panels. `order` [rows]: which source row each row comes from.

@@ -3,6 +3,9 @@
 
 #include <atomic>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -195,6 +198,13 @@ OctavoEngine* octavo_engine_new(int32_t threads) {
 }
 
 void octavo_engine_free(OctavoEngine* engine) { delete engine; }
+
+void octavo_engine_trim(OctavoEngine* engine) {
+    static_cast<Scratch&>(*engine) = Scratch();
+#if defined(__GLIBC__)
+    malloc_trim(0);  // what is freed at the top of the heap would stay ours
+#endif
+}
 
 int32_t octavo_linear(OctavoEngine* engine, const OctavoLinear* weight, const float* x, int64_t ldx, int64_t tokens, float* out, int64_t ldo,
                       int32_t activations) {

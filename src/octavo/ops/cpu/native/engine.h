@@ -99,15 +99,18 @@ struct TileTask {  // queries of one row and one key/value head
     int32_t first_token;  // of the row, in the step
 };
 
-struct OctavoEngine {
-    explicit OctavoEngine(int threads) : pool(threads) {}
-    Pool pool;
+struct Scratch {
     Inputs hidden, attended, inner, other;
     Buffer<float> residual, qkv, attention, gate_up, joined, final, logits, scaled, group_numbers, chosen;
     Buffer<int64_t> token_ids, positions, cache_slots;
     Buffer<int32_t> wanted;
     std::vector<TileTask> tiles;  // of all tokens
     std::vector<TileTask> last_tiles;  // of those that the last layer computes
+};
+
+struct OctavoEngine : Scratch {
+    explicit OctavoEngine(int threads) : pool(threads) {}
+    Pool pool;
 };
 
 // How a linear layer reads its inputs if `wanted` (ACTIVATIONS_*) is how the user wants them read.

@@ -1,0 +1,77 @@
+"""The limit that a user sets on a process's address space (`ulimit -v`), which every process that it starts inherits.
+
+It counts what is mapped, touched or not: libraries, stacks of threads, files. So a process reaches it long before it has used so much
+memory, and what fails then may be anything: a library that cannot be loaded, a thread that does not start, a list that does not grow. This
+module knows the limit, what fails because of it, and how to say so. Importing it costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+
+from octavo.config.sizes import format_bytes
+
+_M_ARENA_MAX = -8
+
+
+def limit() -> int | None:
+    """Bytes; None: there is no limit."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def used() -> int:
+    """Bytes of this process's address space; 0 where the system does not say."""
+    import resource
+
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def be_frugal() -> None:
+    """Where there is a limit: take no more addresses than needed. To be called before a process has threads, and before NumPy is imported.
+
+    The C library gives each thread that allocates 64 MiB of addresses to begin with, and NumPy's library for matrices, which is not used,
+    takes 32 MiB a core. Processes that are started later inherit what is set here.
+    """
+    if limit() is None:
+        return
+    import ctypes
+
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with contextlib.suppress(OSError, AttributeError):  # of another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(os.environ["MALLOC_ARENA_MAX"]) if os.environ["MALLOC_ARENA_MAX"].isdigit() else 1)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether something failed because the system gives no more memory, or no more addresses."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    words = str(error)
+    if isinstance(error, ImportError | OSError):
+        return "annot allocate memory" in words or "failed to map segment" in words
+    return isinstance(error, RuntimeError) and ("start new thread" in words or ("alloc" in words and "memory" in words))
+
+
+def told(what: str) -> str:
+    """A sentence about something for which there was not enough memory.
+
+    Args:
+        what: as in "there is not enough memory to load the model".
+    """
+    if (most := limit()) is None:
+        return f"There is not enough memory {what}. Free some, or raise the limit of the container."
+    return (
+        f"There is not enough memory {what}: the address space of each process is limited to {format_bytes(most)} (ulimit -v). "
+        "Raise that limit; it counts what is mapped, which is more than what is used."
+    )
