@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
 _MOST_THREADS = 1024
-NATIVE_ABI = 6
+NATIVE_ABI = 7
 """Of the compiled CPU kernels that this code calls."""
 
 

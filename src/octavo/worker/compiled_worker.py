@@ -107,6 +107,10 @@ class CompiledWorker:
     def ready_report(self) -> EngineReady:
         return self._report
 
+    @property
+    def tries(self) -> bool:
+        return True
+
     def submit(self, plan: StepPlan) -> None:
         """Run a step: it has run when this returns.
 
