@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from octavo.protocol.engine import EngineReady, LogprobRow
@@ -111,6 +112,8 @@ class FakeWorker:
     sliding_blocks: int = 0
     obeys: bool = False
     """Masks hold."""
+    tries: bool = False
+    """Tokens may be judged after they are drawn."""
     violations: list[str] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
@@ -251,6 +254,12 @@ class FakeWorker:
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         return int(next((t for t in allowed if t >= token), allowed[0]))
 
+    def _tried(self, plan: StepPlan, slot: int, token: int) -> int:
+        """The same, if the plan's trial refuses the token."""
+        assert self.tries and plan.trial is not None
+        masks = plan.trial.refused(np.array([slot], np.int32), np.array([token], np.int32))
+        return token if masks is None else self._obeyed(msgspec.structs.replace(plan, masks=masks), slot, token)
+
     def _run(self, plan: StepPlan, blocks: dict[int, int]) -> StepResult:
         size = self.block_size
         written: dict[int, int] = {}
@@ -287,7 +296,9 @@ class FakeWorker:
                 places = np.arange(first, end)
                 seen.append(self.memory[np.array(table)[places // size], places % size])
             token = sample(seen, init.sampling, init.index, end, end - init.num_prompt_tokens, init.eos_token_ids, self.vocab)
-            token = self._obeyed(plan, slot, token)
+            token = (
+                self._tried(plan, slot, token) if plan.trial is not None and slot in plan.trial.slots else self._obeyed(plan, slot, token)
+            )
             if end != len(state.tokens):
                 self._violation(f"slot {slot} samples position {end} of a sequence of {len(state.tokens)} tokens")
             state.tokens.append(token)

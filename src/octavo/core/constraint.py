@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from octavo.core.request import Request
 
 MAX_MARKERS = 64
+MOST_REFUSALS = 0.6
+"""Of the trials of a sequence, later ones counted more: from here on it has its masks for a while."""
+REFUSAL_WEIGHT = 0.1
+FORGIVENESS = 0.99
+"""Of that share, at every mask without a trial: it is tried again now and then."""
 WAIT_SECONDS = 0.002
 """How long a turn with nothing else to do waits for a grammar."""
 
@@ -61,6 +66,10 @@ class Constraint:
         """`later` is a mask that the lists have been applied to."""
         self._debt = 0.0
         """Seconds that its masks have taken, those before the last counted less and less."""
+        self._refusals = 0.0
+        """Share of its trials that failed."""
+        self._forced: list[int] | None = None
+        """What `forced_tokens` has found out for the next tokens."""
         self._late: list[int] = []
         """Tokens that the matcher has not been told yet."""
         self._eos = frozenset(eos)
@@ -76,6 +85,7 @@ class Constraint:
         Raises:
             GrammarError: the grammar does not allow it, or became too complex.
         """
+        self._forced = None
         if self.restriction is not None:
             self.restriction.accept(token)
         before = self._reasoning.phase
@@ -187,7 +197,34 @@ class Constraint:
         """Tokens that come next whatever the model says, since the grammar allows no others. (There may be more.)"""
         if self.matcher is None or self.slow or self.finished or not self.follows_grammar or self.restriction is not None:
             return []
-        return self.matcher.forced()
+        if self._forced is None:
+            self._forced = self.matcher.forced()
+        return self._forced
+
+    def may_be_tried(self) -> bool:
+        """Whether the next token may be drawn first and judged then. To be asked once a step."""
+        if not self.follows_grammar or self.restriction is not None:
+            return False  # lists forbid tokens that the grammar allows
+        if self.slow or self._late or self.later is not None:
+            return False  # its mask is there already, or the matcher is behind
+        if self._refusals < MOST_REFUSALS:
+            return True
+        self._refusals *= FORGIVENESS
+        return False
+
+    def passes(self, token: int) -> bool:
+        """Whether the mask has a token that was drawn in a trial. False too if that is not known, or the token is none (-1)."""
+        begun = time.perf_counter()
+        passes = token >= 0 and self._allows(token)
+        self._refusals += REFUSAL_WEIGHT * ((not passes) - self._refusals)
+        self._debt = DECAY * self._debt + time.perf_counter() - begun
+        return passes
+
+    def _allows(self, token: int) -> bool:
+        assert self.matcher is not None
+        if forced := self.forced_tokens():
+            return token == forced[0]  # the mask has one spelling of what is decided, the grammar all of them
+        return self.matcher.complete if token in self._eos else self.matcher.allows(token)
 
     def nothing_left(self) -> str:
         """What to say where nothing that may come next is allowed by the lists of the request."""
@@ -235,6 +272,11 @@ class Constraints:
         self._compiler.set_vocabulary(vocabulary)
         self._markers.clear()
         self._spellings = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary; a model may have more, for which nothing stands."""
+        return len(self._compiler.tokens)
 
     @property
     def num_parked(self) -> int:

@@ -48,7 +48,8 @@ class EngineCore:
         self.kv = KVManager(shape, scheduler.max_num_seqs, max_model_len, config.cache.prefix_caching)
         self.queue = WaitingQueue(self.policy)
         self.life = Lifecycle(self.batch, self.kv, self.queue, self.policy, max_model_len)
-        self.scheduler = Scheduler(scheduler, self.batch, self.kv, self.queue, self.policy, self.life)
+        tries = executor.tries and not scheduler.inflight
+        self.scheduler = Scheduler(scheduler, self.batch, self.kv, self.queue, self.policy, self.life, tries=tries)
         # On a GPU such a step leaves the graphs of decodes, which nobody has weighed against the steps that it saves.
         forces = scheduler.stages == 1 and config.device.kind == "cpu"
         self.settler = Settler(self.batch, self.kv, self.policy, self.life, forces=forces)
@@ -154,6 +155,7 @@ class EngineCore:
             self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {error}.", error))
             self.life.settle(self.life.settled_step)
             return
+        self.scheduler.conclude()
         self._flights.append(Flight(plan, now))
 
     def _forget_step(self, step: int) -> None:

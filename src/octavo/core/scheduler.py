@@ -31,6 +31,7 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
 from octavo.core.step_time import StepTimeModel, chunk_pairs
+from octavo.core.trial import MaskTrial
 from octavo.protocol.step import Int32, KnownTokens, SlotInit, StepPlan, TokenMasks
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,24 @@ class Draft:
 class Scheduler:
     """Plans steps over the shared state of one engine core."""
 
-    def __init__(self, config: SchedulerConfig, batch: Batch, kv: KVManager, queue: WaitingQueue, policy: Policy, life: Lifecycle) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        batch: Batch,
+        kv: KVManager,
+        queue: WaitingQueue,
+        policy: Policy,
+        life: Lifecycle,
+        *,
+        tries: bool = False,
+    ) -> None:
+        """
+        Args:
+            tries: the workers can draw tokens first and have them judged then.
+        """
+        self.tries = tries
+        self._trial: MaskTrial | None = None
+        """Of the newest plan."""
         self.config = config
         self.batch = batch
         self.kv = kv
@@ -483,6 +501,7 @@ class Scheduler:
             count, sample = np.concatenate([count, more[:, 2]]), np.concatenate([sample, samples])
         batch.in_flight[slots] += 1
         constrained = slots[sample & batch.synchronous[slots]] if batch.synchronous.any() else slots[:0]
+        self._trial, masks = self._constrain(constrained.astype(np.int32)) if len(constrained) else (None, None)
         table_slots, table_index, table_blocks = draft.table_diffs()
         copy_src, copy_dst = np.array(draft.copies, np.int32).T.copy() if draft.copies else np.empty((2, 0), np.int32)
         return StepPlan(
@@ -500,7 +519,8 @@ class Scheduler:
             copy_dst=copy_dst,
             num_tokens=int(count.sum()),
             max_context=int((start + count).max()),
-            masks=self._masks(constrained.astype(np.int32)) if len(constrained) else None,
+            masks=masks,
+            trial=self._trial,
             forced=self._forced(slots) if batch.forced else None,
             told=batch.last_token[draft.decodes] if self.config.stages > 1 else None,
         )
@@ -514,14 +534,35 @@ class Scheduler:
         places = [(slot, len(batch.occupant(slot).tokens) - len(tokens) + i, t) for slot, tokens in found for i, t in enumerate(tokens)]
         return KnownTokens(*np.array(places, np.int32).T.copy())
 
-    def _masks(self, slots: Int32) -> TokenMasks:
-        """What the constrained rows of the plan may sample. A request whose constraint fails ends with an error."""
+    def _constrain(self, slots: Int32) -> tuple[MaskTrial | None, TokenMasks | None]:
+        """How the constrained rows of the plan are held to what they may say: in a trial, or by masks."""
         requests = [self.batch.occupant(slot) for slot in slots.tolist()]
+        if not self.tries:
+            return None, self._masks(slots, requests)
+        tried = np.array([r.constraint is not None and not r.sampling.min_tokens and r.constraint.may_be_tried() for r in requests])
+        trial = MaskTrial(self.life.constraints, slots[tried], [requests[row] for row in np.flatnonzero(tried).tolist()])
+        rest = np.flatnonzero(~tried).tolist()
+        return (trial if tried.any() else None), (self._masks(slots[rest], [requests[row] for row in rest]) if rest else None)
+
+    def _masks(self, slots: Int32, requests: list[Request]) -> TokenMasks:
+        """What rows of the plan may sample. A request whose constraint fails ends with an error."""
         masks, problems = self.life.constraints.masks(slots, requests)
-        self.batch.slow[slots] = [request.constraint is not None and request.constraint.slow for request in requests]
+        self._note_slow(slots, requests)
         for row, problem in problems.items():
             self.life.fail(requests[row], problem, param=blamed(requests[row]))
         return masks
+
+    def _note_slow(self, slots: Int32, requests: list[Request]) -> None:
+        self.batch.slow[slots] = [request.constraint is not None and request.constraint.slow for request in requests]
+
+    def conclude(self) -> None:
+        """The newest plan has been computed: what its trial has shown of the constraints, if it had one."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        self._note_slow(trial.slots, trial.requests)
+        for request, problem in trial.problems:
+            self.life.fail(request, problem, param=blamed(request))
 
 
 def plan_pairs(plan: StepPlan) -> float:

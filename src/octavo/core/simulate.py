@@ -50,6 +50,10 @@ class InstantExecutor:
         return self._shape
 
     @property
+    def tries(self) -> bool:
+        return False
+
+    @property
     def ready_report(self) -> EngineReady:
         config = self._config
         return EngineReady(

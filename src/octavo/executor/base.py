@@ -21,6 +21,10 @@ class Executor(Protocol):
     @property
     def ready_report(self) -> EngineReady: ...
 
+    @property
+    def tries(self) -> bool:
+        """Whether a plan may have a `Trial`: the step has been computed when `submit` returns, in the core's process."""
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step.
 

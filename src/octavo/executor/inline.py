@@ -22,6 +22,9 @@ class Rank(Protocol):
     @property
     def ready_report(self) -> EngineReady: ...
 
+    @property
+    def tries(self) -> bool: ...
+
     def submit(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
@@ -49,6 +52,10 @@ class InlineExecutor:
     @property
     def ready_report(self) -> EngineReady:
         return self._worker.ready_report
+
+    @property
+    def tries(self) -> bool:
+        return self._worker.tries
 
     def submit(self, plan: StepPlan) -> None:
         self._worker.submit(plan)

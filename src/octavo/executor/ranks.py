@@ -153,6 +153,10 @@ class RanksExecutor:
     def ready_report(self) -> EngineReady:
         return self._first.ready_report
 
+    @property
+    def tries(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> None:
         """Send the plan, and launch rank 0's share of it."""
         self._check()

@@ -159,6 +159,10 @@ class Matcher:
         """The text so far is a whole one."""
         return bool(self.raw.is_accepting())
 
+    def allows(self, token: int) -> bool:
+        """Whether a token of the vocabulary may come next: whether the mask has it, unless it ends a text, or what comes next is `forced`."""
+        return bool(self.raw.validate_tokens([token]))
+
     def accept(self, token: int) -> bool:
         """Go on by a token; False if the grammar does not allow it here (the matcher is of no use then)."""
         return bool(self.raw.consume_token(token))

@@ -11,6 +11,8 @@ Order inside a step: slot resets and table diffs, block copies, forward, samplin
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +49,21 @@ class TokenMasks(msgspec.Struct):
     slots: Int32
     words: Int32
     """[len(slots), vocabulary / 32] one bit a token, lowest bit first; tokens past the last word are forbidden."""
+
+
+class Trial(Protocol):
+    """Rows of a step whose tokens are drawn before it is known what they may be, and judged then. A mask costs ten times as much as a look
+    at one token, and most tokens of a model that follows its grammar pass."""
+
+    slots: Int32
+    """The rows that may be tried; `TokenMasks` do not name them."""
+
+    def refused(self, slots: Int32, tokens: Int32) -> TokenMasks | None:
+        """The masks of those of `slots` whose tokens may not come; None if all may.
+
+        Args:
+            tokens: what was drawn. -1: nothing, or something else might be drawn under a mask that has it.
+        """
 
 
 class KnownTokens(msgspec.Struct):
@@ -87,6 +104,8 @@ class StepPlan(msgspec.Struct):
     """max(start + count): an upper bound known without a device sync."""
     masks: TokenMasks | None = None
     """For rows with `sample` and an output constraint."""
+    trial: Trial | None = None
+    """For others of those. Only for workers in the core's process, which say that they take it (`Executor.tries`): it cannot be sent."""
     forced: KnownTokens | None = None
     """Of rows of this step whose grammars left no choice."""
     told: Int32 | None = None

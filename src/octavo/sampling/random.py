@@ -19,7 +19,7 @@ GROUP = 256
 """Vocabulary entries in a group: about the square root of today's vocabularies, which needs the fewest numbers."""
 
 _MASK = 0xFFFFFFFF
-_MEMBER_COUNTER = 0x8000_0000
+MEMBER_COUNTER = 0x8000_0000
 """Counters from here on number the entries inside the drawn group; those below number the groups."""
 
 
@@ -72,5 +72,5 @@ def categorical(logits: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor,
     group = (mass.double().log_() + gumbels(keys, 0, mass.shape[1])).argmax(-1, keepdim=True)
     members = group * GROUP + torch.arange(GROUP, device=logits.device)
     weights = probabilities.gather(1, members.clamp(max=vocab - 1)).double().log_()
-    weights = weights.masked_fill_(members >= vocab, -torch.inf) + gumbels(keys, _MEMBER_COUNTER, GROUP)
+    weights = weights.masked_fill_(members >= vocab, -torch.inf) + gumbels(keys, MEMBER_COUNTER, GROUP)
     return members.gather(1, weights.argmax(-1, keepdim=True)).view(rows), valid

@@ -17,7 +17,7 @@ import torch
 from octavo.ops.registry import Draw, DrawRows
 from octavo.ops.transfer import download, upload, upload_many
 from octavo.protocol.engine import LogprobRow
-from octavo.protocol.step import Int32, TokenMasks
+from octavo.protocol.step import Int32, TokenMasks, Trial
 from octavo.sampling import logprobs, masks
 from octavo.sampling.filters import filtered
 from octavo.sampling.keys import row_keys
@@ -27,6 +27,7 @@ from octavo.sampling.penalties import apply_penalties
 from octavo.sampling.random import categorical
 from octavo.sampling.rows import argmax
 from octavo.sampling.state import Column, Feature, Int64, SamplerState, SlotRecord
+from octavo.sampling.trial import sure_draws, surely_kept
 
 LARGEST = np.iinfo(np.int32).max
 SLICE_ELEMENTS = 2**24
@@ -87,7 +88,9 @@ class Sampler:
         """Whether these rows need nothing but the fused draw: it only reads logits, in whatever dtype they are."""
         return self._draw_tokens is not None and not (self._state.features[slots] & ~(Feature.RANDOM | Feature.FILTERS)).any()
 
-    def sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, masks: TokenMasks | None = None) -> Sampled:
+    def sample(
+        self, logits: torch.Tensor, slots: Int32, positions: Int32, masks: TokenMasks | None = None, trial: Trial | None = None
+    ) -> Sampled:
         """One token a row.
 
         Args:
@@ -95,13 +98,14 @@ class Sampler:
             slots, positions: [rows] each row's slot, and the position in its sequence that the token will take: the number
                 of tokens it has so far.
             masks: what some of them may sample.
+            trial: judges what others have drawn.
         """
         words = {} if masks is None else dict(zip(masks.slots.tolist(), masks.words, strict=True))
         rows = max(1, SLICE_ELEMENTS // logits.shape[1])
         if len(slots) <= rows or self.only_draws(slots) or not self._state.features[slots].any():
-            return self._sample(logits, slots, positions, words)
+            return self._sample(logits, slots, positions, words, trial)
         parts = [
-            self._sample(logits[begin : begin + rows], slots[begin : begin + rows], positions[begin : begin + rows], words)
+            self._sample(logits[begin : begin + rows], slots[begin : begin + rows], positions[begin : begin + rows], words, trial)
             for begin in range(0, len(slots), rows)
         ]
         scored = [part.scored for part in parts if part.scored is not None]
@@ -113,14 +117,17 @@ class Sampler:
             tuple(record for part in parts for record in part.scored_records),
         )
 
-    def _sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, words: Mapping[int, Int32]) -> Sampled:
+    def _sample(self, logits: torch.Tensor, slots: Int32, positions: Int32, words: Mapping[int, Int32], trial: Trial | None) -> Sampled:
         features = self._state.features[slots]
         scoring = np.flatnonzero(features & Feature.LOGPROBS)
         scores_from = None
         if len(scoring) and not self._processed:
             scores_from = self._take(logits, scoring, copy=bool((features & ~Feature.LOGPROBS).any()))
         self._adjust(logits, features, slots, positions, words)
-        tokens, valid = self._choose(logits, features, slots, positions)
+        if trial is None:
+            tokens, valid = self._choose(logits, features, slots, positions)
+        else:
+            tokens, valid = self._try(trial, logits, features, slots, positions)
         if not len(scoring):
             return Sampled(tokens, valid, None, slots[:0], ())
         if scores_from is None:
@@ -193,16 +200,61 @@ class Sampler:
         tokens, valid = (torch.cat(pair).index_select(0, order) for pair in zip(chosen, drawn, strict=True))
         return tokens, valid
 
+    def _try(
+        self, trial: Trial, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_choose`, where masks of the rows of `trial` are made for those only whose tokens may not come. Waits for the device."""
+        found = np.full(len(slots), -1, np.int64)
+        tried = np.flatnonzero(np.isin(slots, trial.slots))
+        # Logprobs after all stages are those under a mask.
+        open_to = tried[features[tried] & Feature.LOGPROBS == 0] if self._processed else tried
+        if len(open_to):
+            found[open_to] = self._sure(
+                self._take(logits, open_to, copy=False), features[open_to], slots[open_to], positions[open_to]
+            ).numpy()
+        refused = trial.refused(slots[tried], found[tried].astype(np.int32))
+        if refused is not None:
+            words = dict(zip(refused.slots.tolist(), refused.words, strict=True))
+            rows = np.flatnonzero(np.isin(slots, refused.slots))
+            masks.apply_words(logits, rows, np.stack([words[slot] for slot in slots[rows].tolist()]))
+            found[rows] = -1
+        rest = np.flatnonzero(found < 0)
+        tokens, valid = torch.from_numpy(found), torch.ones(len(slots), dtype=torch.bool)
+        if len(rest):
+            part = self._take(logits, rest, copy=False)
+            own, flags = self._choose(part, features[rest], slots[rest], positions[rest])
+            self._put(logits, rest, part)
+            index = torch.from_numpy(rest)
+            tokens, valid = tokens.index_copy_(0, index, own.long()), valid.index_copy_(0, index, flags)
+        return tokens, valid
+
+    def _sure(self, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32) -> torch.Tensor:
+        """[rows] the tokens that adjusted logits, which are only read, lead to even if others are forbidden; -1 where that is not certain."""
+        tokens, valid = _greedy(logits)
+        tokens = torch.where(valid, tokens, -1)
+        random = np.flatnonzero(features & Feature.RANDOM)
+        if not len(random):
+            return tokens
+        state, own = self._state, slots[random]
+        numbers = self._numbers(own)
+        scaled = self._take(logits, random, copy=False) / numbers[:, Column.TEMPERATURE].unsqueeze(1)
+        drawn = sure_draws(scaled, torch.from_numpy(row_keys(state.seeds[own], state.indices[own], positions[random])))
+        if (features[random] & Feature.FILTERS).any():
+            kept = surely_kept(scaled, drawn, numbers[:, Column.TOP_K], numbers[:, Column.TOP_P], numbers[:, Column.LOG_MIN_P])
+            drawn = torch.where(kept, drawn, -1)
+        return tokens.index_copy_(0, torch.from_numpy(random), drawn)
+
     def _draw_fused(
         self, draw: Draw, logits: torch.Tensor, features: Int32, slots: Int32, positions: Int32
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys = row_keys(self._state.seeds[slots], self._state.indices[slots], positions).astype(np.uint32).view(np.int32)
-        wanted = [slots, positions, features, keys, np.asarray([len(slots)], np.int32)]
-        on_slots, on_positions, modes, on_keys, count = upload_many(wanted, logits.device)
+        modes = features & int(Feature.RANDOM | Feature.FILTERS)  # other bits mean something else to a draw
+        wanted = [slots, positions, modes, keys, np.asarray([len(slots)], np.int32)]
+        on_slots, on_positions, on_modes, on_keys, count = upload_many(wanted, logits.device)
         out = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         draw(
             logits,
-            DrawRows(on_slots, on_positions, modes, on_keys, count),
+            DrawRows(on_slots, on_positions, on_modes, on_keys, count),
             self._state.numbers,
             out,
             filters=bool((features & Feature.FILTERS).any()),

@@ -109,6 +109,10 @@ class CompiledWorker:
     def ready_report(self) -> EngineReady:
         return self._report
 
+    @property
+    def tries(self) -> bool:
+        return True
+
     def submit(self, plan: StepPlan) -> None:
         """Run a step: it has run when this returns. Requests that it could not do have an error in its result."""
         result = self._steps.run(plan)

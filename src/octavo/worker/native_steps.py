@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from octavo.attention.native_memory import NativeCacheMemory
 from octavo.errors import NO_MEMORY
 from octavo.ops.cpu.steps import Choice, CpuSteps, Float32, SlotMemory
 from octavo.protocol.engine import LogprobRow
-from octavo.protocol.step import Int32, StepPlan, StepResult
+from octavo.protocol.step import Int32, StepPlan, StepResult, TokenMasks, Trial
 from octavo.sampling.host_logprobs import score_row
 from octavo.sampling.keys import row_keys
 from octavo.sampling.on_host import ADJUSTING, adjust, only_stops
@@ -40,6 +41,8 @@ _DRAW = int(Feature.RANDOM | Feature.FILTERS)
 _LOGPROBS, _MASKED, _RANDOM = int(Feature.LOGPROBS), int(Feature.MASKED), int(Feature.RANDOM)
 _PROCESSED = 4
 """The mode of rows whose logits shall be left as they were drawn from."""
+_TRIED = 8
+"""The mode of rows that are drawn before their mask is known."""
 
 
 class NativeSteps:
@@ -105,20 +108,50 @@ class NativeSteps:
         """
         state, slots = self._state, plan.slots[plan.sample]
         result = StepResult(plan.step_id, slots, np.zeros(0, np.int32))
-        if (state.features[plan.slots] & ~(_DRAW | _MASKED)).any() or state.wants_prompt_logprobs[plan.slots].any():
+        if self._has_parts(plan):
             self._run_in_parts(plan, slots, result)
         else:
             self.whole += 1
             result.tokens = self._steps.run(plan, self._choice(plan, slots, state.features[slots] & _DRAW))
         return result
 
+    def _has_parts(self, plan: StepPlan) -> bool:
+        """Whether rows want more than a draw under a mask that is known."""
+        state = self._state
+        if plan.trial is not None or state.wants_prompt_logprobs[plan.slots].any():
+            return True
+        return bool((state.features[plan.slots] & ~(_DRAW | _MASKED)).any())
+
     def _choice(self, plan: StepPlan, slots: Int32, modes: Int32) -> Choice:
         """How the sampled rows' tokens are chosen."""
-        state, keys = self._state, None
-        if (modes & _RANDOM).any():
-            positions = (plan.start + plan.count)[plan.sample]
-            keys = row_keys(state.seeds[slots], state.indices[slots], positions).astype(np.uint32).view(np.int32)
-        return Choice(modes, keys, plan.masks, _mask_rows(plan, slots))
+        positions = (plan.start + plan.count)[plan.sample]
+        return Choice(modes, self._keys(slots, positions, modes), plan.masks, _mask_rows(plan.masks, slots))
+
+    def _keys(self, slots: Int32, positions: Int32, modes: Int32) -> Int32 | None:
+        """[rows, 2] of the random numbers; None where no row draws."""
+        if not (modes & _RANDOM).any():
+            return None
+        state = self._state
+        return row_keys(state.seeds[slots], state.indices[slots], positions).astype(np.uint32).view(np.int32)
+
+    def _try(self, trial: Trial, logits: Float32, slots: Int32, positions: Int32, choice: Choice) -> Int32:
+        """Draw all rows, those of `trial` before their masks are known; and again, with its mask, each whose token may not come.
+
+        Args:
+            logits: [rows, vocab] adjusted, see `CpuSteps.choose`.
+            choice: of the rows, as if none were tried.
+        """
+        modes, tried = choice.modes, np.isin(slots, trial.slots)
+        tokens = self._steps.choose(logits, slots, replace(choice, modes=np.where(tried, modes & ~_PROCESSED | _TRIED, modes)))
+        tokens[tried & (modes & _PROCESSED != 0)] = -1  # what it is drawn from must be left in the logits: the mask has to be in them
+        masks = trial.refused(slots[tried], tokens[tried])
+        if masks is None:
+            return tokens
+        places = np.flatnonzero(np.isin(slots, masks.slots)).astype(np.int32)
+        own, modes = slots[places], choice.modes[places]
+        again = Choice(modes, self._keys(own, positions[places], modes), masks, _mask_rows(masks, own))
+        tokens[places] = self._steps.choose(logits, own, again, places)
+        return tokens
 
     def _run_in_parts(self, plan: StepPlan, slots: Int32, result: StepResult) -> None:
         """A step with rows that want more of the sampler than a draw, into its result."""
@@ -144,7 +177,10 @@ class NativeSteps:
             tokens = self._tables.tokens[slot, : positions[row]]
             numbers, prompt = state.host_numbers[slot], int(state.prompt_lens[slot])
             adjust(logits[row], int(features[row]), record, numbers, tokens, prompt, must_end=must_end)
-        result.tokens = self._steps.choose(logits, slots, choice)
+        if plan.trial is None:
+            result.tokens = self._steps.choose(logits, slots, choice)
+        else:
+            result.tokens = self._try(plan.trial, logits, slots, positions, choice)
         self._tables.tokens[slots, positions] = np.maximum(result.tokens, 0)
         rows = [(row, int(slots[row]), int(result.tokens[row])) for row in scoring]
         scored_rows = {slot: [self._score(raw.get(row, logits[row]), slot, token)] for row, slot, token in rows if token >= 0}
@@ -174,11 +210,11 @@ class NativeSteps:
         result.prompt_logprobs = found or None
 
 
-def _mask_rows(plan: StepPlan, slots: Int32) -> Int32 | None:
-    """[sampled rows] which mask of the plan holds for each, -1 for none."""
-    if plan.masks is None:
+def _mask_rows(masks: TokenMasks | None, slots: Int32) -> Int32 | None:
+    """[sampled rows] which of the masks holds for each, -1 for none."""
+    if masks is None:
         return None
-    places = {slot: i for i, slot in enumerate(plan.masks.slots.tolist())}
+    places = {slot: i for i, slot in enumerate(masks.slots.tolist())}
     return np.asarray([places.get(slot, -1) for slot in slots.tolist()], np.int32)
 
 

@@ -21,7 +21,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.models.decoder import Model
 from octavo.ops.transfer import upload_many
 from octavo.protocol.engine import LogprobRow
-from octavo.protocol.step import Int32, StepPlan, StepResult, TokenMasks
+from octavo.protocol.step import Int32, StepPlan, StepResult, TokenMasks, Trial
 from octavo.sampling.logprobs import LogprobTensors, score, to_rows
 from octavo.sampling.sampler import SLICE_ELEMENTS, Sampled, Sampler
 from octavo.sampling.state import SamplerState
@@ -226,7 +226,8 @@ class Runner:
         if scored:
             hidden = hidden.index_select(0, last)
         logits = self._model.compact_logits(hidden) if self._sampler.only_draws(slots) else self._model.logits(hidden)
-        return [self._sample(logits, slots, positions, row_slots, row_positions, plan.masks).to_host()], prompt_scores
+        sampled = self._sample(logits, slots, positions, row_slots, row_positions, plan.masks, plan.trial)
+        return [sampled.to_host()], prompt_scores
 
     def _sample(
         self,
@@ -236,15 +237,16 @@ class Runner:
         row_slots: torch.Tensor,
         row_positions: torch.Tensor,
         masks: TokenMasks | None,
+        trial: Trial | None = None,
     ) -> Sampled:
         """Sample, and write the tokens where the next step reads them.
 
         Args:
             logits: [sampled rows, vocab], see `Sampler.sample`.
             slots, positions: [sampled rows]; `row_slots` and `row_positions` are the same on the device.
-            masks: the plan's.
+            masks, trial: the plan's.
         """
-        sampled = self._sampler.sample(logits, slots, positions, masks)
+        sampled = self._sampler.sample(logits, slots, positions, masks, trial)
         self._tables.write_sampled(row_slots, row_positions, sampled.tokens)
         return sampled
 

@@ -176,6 +176,10 @@ class ScriptedWorker:
     def ready_report(self) -> EngineReady:
         return self._report
 
+    @property
+    def tries(self) -> bool:
+        return False
+
     def submit(self, plan: StepPlan) -> None:
         """Compute the step's result now; `collect` returns it when its scripted time is over."""
         step, self._steps = self._steps, self._steps + 1

@@ -157,6 +157,10 @@ class Worker:
     def ready_report(self) -> EngineReady:
         return self._report
 
+    @property
+    def tries(self) -> bool:
+        return self._device.type == "cpu" and self._config.parallel.world == 1
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step; on a CPU it has run when this returns.
 

@@ -17,6 +17,11 @@ from octavo.sampling.filters import filtered
 from octavo.sampling.keys import row_keys
 from octavo.sampling.random import GROUP, categorical
 from octavo.sampling.state import Column
+from octavo.sampling.trial import sure_draws, surely_kept
+from tests.unit.sampling.test_trial import ROWS, parts_with
+
+CERTAIN = 8
+"""The bit of a mode: no token but one that would be drawn if others were forbidden too."""
 
 Numbers = tuple[float, float, float, float]
 """Temperature, top_k, top_p, min_p."""
@@ -26,14 +31,20 @@ def keys_of(n: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(row_keys(np.arange(n, dtype=np.int64) * 7919 + seed, np.zeros(n, np.int32), np.arange(n, dtype=np.int32)))
 
 
-def drawn(engine: abi.Engine, logits: torch.Tensor, numbers: list[Numbers], *, greedy: tuple[int, ...] = (), seed: int = 0) -> list[int]:
-    """Tokens of rows 0, 1, ... in slots n, n-1, ..."""
+def drawn(
+    engine: abi.Engine, logits: torch.Tensor, numbers: list[Numbers], *, greedy: tuple[int, ...] = (), seed: int = 0, more: int = 0
+) -> list[int]:
+    """Tokens of rows 0, 1, ... in slots n, n-1, ...
+
+    Args:
+        more: bits of all modes.
+    """
     n = len(numbers)
     slots = torch.arange(n, 0, -1, dtype=torch.int32)
     columns = torch.zeros(n + 1, len(Column))
     for row, (temperature, top_k, top_p, min_p) in enumerate(numbers):
         columns[n - row, :4] = torch.tensor([temperature, top_k, top_p, math.log(min_p) if min_p else -math.inf])
-    modes = torch.tensor([0 if row in greedy else 3 for row in range(n)], dtype=torch.int32)
+    modes = torch.tensor([more | (0 if row in greedy else 3) for row in range(n)], dtype=torch.int32)
     words = torch.from_numpy(keys_of(n, seed).numpy().astype(np.uint32).view(np.int32))
     rows = DrawRows(slots, torch.arange(n, dtype=torch.int32), modes, words, torch.tensor([n], dtype=torch.int32), ahead=1)
     out, table = torch.full((n + 2,), -7, dtype=torch.int32), torch.full((n + 1, n + 2), -1, dtype=torch.int32)
@@ -119,3 +130,48 @@ def test_frequencies_follow_the_distribution(engine: abi.Engine) -> None:
     counts = torch.stack([(tokens == t).sum() for t in (3, 255, 256, 599)])
     assert int(counts.sum()) == 1000
     assert ((counts - 1000 * probabilities).abs() < 5 * (1000 * probabilities * (1 - probabilities)).sqrt()).all()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    vocab=st.sampled_from([2, 7, 250, GROUP, GROUP + 83, 5 * GROUP, 3000]),
+    numbers=st.tuples(
+        st.sampled_from([0.2, 0.7, 1.0, 2.0]),
+        st.sampled_from([0.0, 1.0, 5.0, 40.0, 300.0]),
+        st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+        st.sampled_from([0.0, 0.001, 0.2, 1.0]),
+    ),
+    spread=st.sampled_from([0.01, 1.0, 4.0, 40.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_a_draw_that_is_certain_is_the_draw_of_every_part(
+    engine: abi.Engine, vocab: int, numbers: Numbers, spread: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(ROWS, vocab, generator=generator) * spread
+    sure = drawn(engine, logits, [numbers] * ROWS, seed=seed, more=CERTAIN)
+    tokens = torch.tensor(sure)
+    for part in parts_with(logits, tokens, generator):
+        under_mask = drawn(engine, logits.masked_fill(~part, -math.inf), [numbers] * ROWS, seed=seed)
+        assert [(a, b) for a, b in zip(sure, under_mask, strict=True) if a >= 0 and a != b] == []
+
+
+def test_draws_are_certain_where_those_of_torch_are(engine: abi.Engine) -> None:
+    logits = torch.randn(200, 3000, generator=torch.Generator().manual_seed(7)) * 3.0
+    numbers = (0.9, 50.0, 0.95, 0.01)
+    sure = torch.tensor(drawn(engine, logits, [numbers] * 200, seed=1, more=CERTAIN))
+    scaled = logits / 0.9
+    tokens = sure_draws(scaled, keys_of(200, 1))
+    k, p, m = (torch.full((200,), x) for x in numbers[1:])
+    expected = torch.where(surely_kept(scaled, tokens, k, p, m.log()), tokens, -1)
+    both = (sure >= 0) & (expected >= 0)
+    assert torch.equal(sure[both], expected[both])
+    assert both.float().mean() > 0.3
+    assert (sure >= 0).ne(expected >= 0).float().mean() < 0.02, "rounding alone"
+
+
+def test_nothing_is_certain_of_logits_that_are_no_numbers(engine: abi.Engine) -> None:
+    logits = torch.zeros(3, 600)
+    logits[0, 3], logits[1, 599], logits[2] = math.nan, math.inf, -math.inf
+    assert drawn(engine, logits, [(1.0, 0.0, 1.0, 0.0)] * 3, more=CERTAIN) == [-1] * 3
+    assert drawn(engine, logits, [(1.0, 0.0, 1.0, 0.0)] * 3, greedy=(0, 1, 2), more=CERTAIN) == [-1] * 3

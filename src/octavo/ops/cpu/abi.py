@@ -171,7 +171,7 @@ class Draw(ctypes.Structure):
         ("vocab", c_int64),
         *((name, c_void_p) for name in ("slots", "modes", "keys", "numbers")),
         ("numbers_stride", c_int64),
-        *((name, c_void_p) for name in ("masks", "mask_rows")),
+        *((name, c_void_p) for name in ("masks", "mask_rows", "places")),
         ("rows", c_int32),
         ("mask_words", c_int32),
     ]

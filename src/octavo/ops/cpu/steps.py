@@ -35,7 +35,8 @@ class Choice:
     """How the tokens of some rows are chosen."""
 
     modes: Int32
-    """[rows] bits: 1 draws at random, 2 has filters, 4 leaves in the logits what a random row was drawn from."""
+    """[rows] bits: 1 draws at random, 2 has filters, 4 leaves in the logits what a random row was drawn from, 8 draws no token but one that
+    would be drawn too if others were forbidden."""
     keys: npt.NDArray[np.int32] | None
     """[rows, 2] words of `sampling.keys.row_keys`; None where no row draws."""
     masks: TokenMasks | None = None
@@ -120,8 +121,12 @@ class CpuSteps:
         """[rows, hidden] -> [rows, vocab]."""
         return logits_of(self._engine, self._decoder, hidden)
 
-    def choose(self, logits: Float32, slots: Int32, choice: Choice) -> Int32:
-        """[rows] tokens from logits [rows, vocab], which masks and modes may change; -1 where these are not usable."""
+    def choose(self, logits: Float32, slots: Int32, choice: Choice, places: Int32 | None = None) -> Int32:
+        """[rows] tokens from logits, which masks and modes may change; -1 where these are not usable, or for mode 8.
+
+        Args:
+            places: [rows] which row of the logits [>= rows, vocab] each is. None: in order.
+        """
         tokens = np.empty(len(slots), np.int32)
         arrays = [np.ascontiguousarray(a, np.int32) for a in (slots, choice.modes)]
         words = choice.words
@@ -136,6 +141,7 @@ class CpuSteps:
             numbers_stride=self._slots.numbers_stride,
             masks=abi.pointer(words),
             mask_rows=None if words is None else abi.pointer(choice.mask_rows),
+            places=abi.pointer(places),
             rows=len(slots),
             mask_words=0 if words is None else words.shape[1],
         )

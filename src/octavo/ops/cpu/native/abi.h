@@ -136,11 +136,12 @@ struct OctavoPlan {  // a step, as the core plans it
 struct OctavoDraw {  // rows to draw tokens for
     float* logits;  // [rows, stride]; written only where a row has a mask, or its mode says so
     int64_t stride, vocab;
-    const int32_t *slots, *modes, *keys;  // as in OctavoPlan; a mode's 4: leave in logits what a random row was drawn from
+    const int32_t *slots, *modes, *keys;  // as in OctavoPlan; a mode's 4: leave in logits what a random row was drawn from; 8: see octavo_draw
     const float* numbers;  // as in OctavoSlots
     int64_t numbers_stride;
     const uint32_t* masks;  // as in OctavoPlan
     const int32_t* mask_rows;
+    const int32_t* places;  // [rows] which row of logits each is; null: in order
     int32_t rows;
     int32_t mask_words;
 };
@@ -185,7 +186,8 @@ EXPORT int32_t octavo_step(OctavoEngine*, const OctavoDecoder*, const OctavoCach
 // hidden states of all tokens go; null: only those of the sampled rows are wanted.
 EXPORT int32_t octavo_step_logits(OctavoEngine*, const OctavoDecoder*, const OctavoCache*, const OctavoSlots*, const OctavoPlan*, float* hidden,
                                   float** logits);
-// Temperature, min-p, top-k, top-p and a draw, or the likeliest token. tokens [rows].
+// Temperature, min-p, top-k, top-p and a draw, or the likeliest token. tokens [rows]: -1 where logits were not usable. Rows whose mode has 8:
+// the token that would be found too if some others were forbidden, whichever; -1 where that is not certain.
 EXPORT int32_t octavo_draw(OctavoEngine*, const OctavoDraw*, int32_t* tokens);
 EXPORT int32_t octavo_logits(OctavoEngine*, const OctavoDecoder*, const float* hidden, int64_t rows, float* logits);
 }

@@ -95,6 +95,18 @@ float threshold(const Row& row, const float* numbers, float most) {
     return cut;
 }
 
+// The token with the largest score of those of a group that are at least `cut`.
+int64_t best_in_group(const Row& row, int64_t group, const int32_t* key, float cut) {
+    int64_t token = group * DRAW_GROUP;
+    double best = -std::numeric_limits<double>::infinity();
+    for (int64_t i = group * DRAW_GROUP; i < row.end_of(group); i++) {
+        if (!(row.x[i] >= cut) || row.x[i] == MINUS_INFINITY) continue;
+        const double score = (double)row.x[i] + gumbel(key, 0x80000000u + (uint32_t)(i - group * DRAW_GROUP));
+        if (score > best) best = score, token = i;
+    }
+    return token;
+}
+
 int64_t draw(const Row& row, const int32_t* key, float cut, float most) {
     kernels().exp_sums(row.x, row.count, cut, most, row.group_spare);
     int64_t group = 0;
@@ -104,14 +116,51 @@ int64_t draw(const Row& row, const int32_t* key, float cut, float most) {
         const double score = std::log((double)row.group_spare[g]) + gumbel(key, (uint32_t)g);
         if (score > best) best = score, group = g;
     }
-    int64_t token = group * DRAW_GROUP;
-    best = -std::numeric_limits<double>::infinity();
-    for (int64_t i = group * DRAW_GROUP; i < row.end_of(group); i++) {
-        if (!(row.x[i] >= cut) || row.x[i] == MINUS_INFINITY) continue;
-        const double score = (double)row.x[i] + gumbel(key, 0x80000000u + (uint32_t)(i - group * DRAW_GROUP));
-        if (score > best) best = score, token = i;
+    return best_in_group(row, group, key, cut);
+}
+
+// Beside what float32 sums of a group may be off by, scores of groups this far apart are apart for sure.
+constexpr double SURE_GAP = 1e-3;
+// Groups whose mass is too small for float32 beside the likeliest token's score less than this, over its logit.
+constexpr double LEAST_SCORE = -50.0;
+
+// What `draw` finds in every part of the vocabulary that the token itself is in; -1 where there may be none such.
+//
+// A part has no more mass in any group than the whole has, so no group's score rises. The token's own group has at least the token's mass: if
+// that alone beats all other groups, it is drawn from any part; and inside of it, a largest score stays one wherever it is left.
+int64_t sure_draw(const Row& row, const int32_t* key, float most) {
+    kernels().exp_sums(row.x, row.count, MINUS_INFINITY, most, row.group_spare);
+    int64_t group = 0;
+    double best = -std::numeric_limits<double>::infinity(), second = LEAST_SCORE;
+    for (int64_t g = 0; g < row.groups; g++) {
+        if (!(row.group_spare[g] > 0)) continue;
+        const double score = std::log((double)row.group_spare[g]) + gumbel(key, (uint32_t)g);
+        second = std::max(second, std::min(score, best));
+        if (score > best) best = score, group = g;
     }
-    return token;
+    const int64_t token = best_in_group(row, group, key, MINUS_INFINITY);
+    const double own = (double)row.x[token] - most + gumbel(key, (uint32_t)group);
+    return own > second + SURE_GAP ? token : -1;
+}
+
+// Whether the filters keep a token in every part of the vocabulary that it is in: a part has no more tokens before it, and a nucleus of a part
+// reaches as far, or farther, where the token's own mass is all that is left beside those before it.
+bool surely_kept(const Row& row, const float* numbers, int64_t token, float most) {
+    const float own = row.x[token];
+    if (own == most) return true;
+    if (!(own >= most + numbers[3])) return false;
+    const int64_t found = row.collect(own);
+    const int64_t top_k = (int64_t)numbers[1];
+    int64_t before = 0;
+    double mass = 0;
+    for (int64_t i = 0; i < found; i++) {
+        if (!(row.spare[i] > own)) continue;
+        before++;
+        mass += std::exp((double)row.spare[i] - most);
+    }
+    if (top_k > 0 && before >= top_k) return false;
+    const double top_p = numbers[2];
+    return top_p >= 1.0 || mass * (1.0 - top_p) < (1.0 - SURE_GAP) * top_p * std::exp((double)own - most);
 }
 
 // Forbid what has no bit.
@@ -138,7 +187,7 @@ void draw_rows(OctavoEngine& engine, const OctavoDraw& d, int32_t* tokens) {
     float* chosen = engine.chosen.get(numbers_needed);
     float* numbers = engine.group_numbers.get(2 * d.rows * groups);
     engine.pool.run(d.rows, 1, [&](int64_t r) {
-        float* logits = d.logits + r * d.stride;
+        float* logits = d.logits + (d.places ? d.places[r] : r) * d.stride;
         const float* settings = d.numbers + d.slots[r] * d.numbers_stride;
         if (d.mask_rows && d.mask_rows[r] >= 0) apply_mask(logits, d.vocab, d.masks + (int64_t)d.mask_rows[r] * d.mask_words, d.mask_words);
         const bool random = d.modes[r] & 1;
@@ -148,7 +197,10 @@ void draw_rows(OctavoEngine& engine, const OctavoDraw& d, int32_t* tokens) {
         const float* largest = std::max_element(row.maxima, row.maxima + groups);  // the first of them
         tokens[r] = -1;
         if (!usable || *largest == MINUS_INFINITY) return;
-        if (random) {
+        if (random && d.modes[r] & 8) {
+            const int64_t token = sure_draw(row, d.keys + 2 * r, *largest);
+            tokens[r] = token >= 0 && (!(d.modes[r] & 2) || surely_kept(row, settings, token, *largest)) ? (int32_t)token : -1;
+        } else if (random) {
             const float cut = d.modes[r] & 2 ? threshold(row, settings, *largest) : MINUS_INFINITY;
             tokens[r] = (int32_t)draw(row, d.keys + 2 * r, cut, *largest);
             if (d.modes[r] & 4)

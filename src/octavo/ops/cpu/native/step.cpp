@@ -73,7 +73,7 @@ int32_t octavo_step(OctavoEngine* engine, const OctavoDecoder* decoder, const Oc
         const Sampled s = run_to_logits(*engine, decoder, caches, slots, plan, nullptr);
         if (!s.rows) return;
         const OctavoDraw draw = {s.logits, decoder->vocab, decoder->vocab, s.slots, plan->modes, plan->keys, slots->numbers, slots->numbers_stride,
-                                 plan->masks, plan->mask_rows, s.rows, plan->mask_words};
+                                 plan->masks, plan->mask_rows, nullptr, s.rows, plan->mask_words};
         draw_rows(*engine, draw, tokens);
         for (int32_t i = 0; i < s.rows; i++) slots->tokens[s.slots[i] * slots->tokens_stride + s.ends[i]] = tokens[i] < 0 ? 0 : tokens[i];
     });
