@@ -28,7 +28,8 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
     tokens = (ready.num_blocks - 1) * ready.block_size
     free = ready.total_bytes - ready.weights_bytes - ready.activation_bytes - ready.other_bytes - ready.cache_bytes
     where = "host memory" if config.device.kind == "cpu" else "GPU memory"
-    threads = f", {config.device.threads} threads" if config.device.kind == "cpu" else ""
+    count = config.device.threads
+    threads = f", {count} thread{'s' * (count != 1)}" if config.device.kind == "cpu" else ""
     if config.model.pooling is not None:
         return [
             ("Model", f"{config.model.name} ({config.model.architecture})"),

@@ -45,7 +45,7 @@ def detect_device(kind: str = "auto", threads: int | None = None) -> DeviceInfo:
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {kind!r} is not known. Choose auto, cpu or cuda.")
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
-        raise ConfigError(f"threads must be from 1 to {_MOST_THREADS}, got {threads}. This process may use {_cores(usable_cores())}.")
+        raise ConfigError(f"--threads must be from 1 to {_MOST_THREADS}, got {threads}. This process may use {_cores(usable_cores())}.")
     usable = usable_cores()
     cores = threads or usable
     if cores > usable:

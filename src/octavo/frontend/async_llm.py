@@ -130,7 +130,8 @@ class AsyncLLM:
 
     def __init__(self, launch: Launch, tokenizer: Tokenizer | None, client: RemoteClient) -> None:
         self.args = launch.args
-        self.checkpoint: Checkpoint = launch.checkpoint
+        # The vocabulary is in the tokenizer: as metadata of a GGUF file it would be a second copy, of some 10 MiB.
+        self.checkpoint: Checkpoint = dataclasses.replace(launch.checkpoint, gguf_metadata={})
         self.config: EngineConfig = launch.config
         self.default_sampling_params: dict[str, Any] = dict(launch.default_sampling_params)
         self._tokenizer = tokenizer

@@ -73,6 +73,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
     from octavo.config.device import detect_device
     from octavo.config.resolve import resolve
 
+    address_space.be_frugal()  # the engine may be of this process, whose program we do not know
     if args.batch_invariant is None and os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         args = dataclasses.replace(args, batch_invariant=True)
     device = detect_device(args.device, args.threads)

@@ -194,8 +194,10 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
     if config.device.kind == "cpu" and (most := address_space.limit()) is not None:
         text += f", or raise the limit of the address space ({format_bytes(most)}, ulimit -v)."
         return text + (_smaller_steps(budget) if budget.activations > needed else "")
-    if config.device.kind == "cpu":
+    if config.device.kind == "cpu" and needed <= available / CPU_FRACTION:  # of what is really free
         return text + f", or set --cpu-kvcache-space to at least {needed / 2**30:.2f} (GiB)."
+    if config.device.kind == "cpu":
+        return text + "." + (_smaller_steps(budget) if budget.activations > needed else "")
     used = budget.weights + budget.activations
     fraction = (needed + min(budget.other, CONTEXT_BYTES) + used) / max(1, budget.total)
     if fraction < 1.0 and needed + budget.other + used < budget.total:

@@ -89,6 +89,18 @@ def test_nothing_fits() -> None:
             size_cache(config, budget(cache), BLOCK_BYTES)
 
 
+def test_advice_is_what_would_help_on_a_cpu() -> None:
+    """The default takes half of what is free: a size of the user's own may be twice as large, and no larger."""
+    config = engine_config(num_blocks=None, max_model_len=100, block_size=16)
+    with pytest.raises(ConfigError, match="or set --cpu-kvcache-space to at least 0"):
+        size_cache(config, budget(5 * MIB), BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"Lower --max-model-len to 16 or less \(auto finds it\)\.$"):
+        size_cache(config, dataclasses.replace(budget(2 * MIB), activations=MIB), BLOCK_BYTES)
+    steps = dataclasses.replace(budget(2 * MIB), activations=9 * MIB)
+    with pytest.raises(ConfigError, match=r"A step may take 9\.0 MiB: --max-num-batched-tokens and --max-num-seqs lower that\.$"):
+        size_cache(config, steps, BLOCK_BYTES)
+
+
 def test_auto_shrinks_and_says_so() -> None:
     config = engine_config(num_blocks=None, max_model_len=1000, block_size=16, auto_max_model_len=True)
     size = size_cache(config, budget(10 * MIB), BLOCK_BYTES)
