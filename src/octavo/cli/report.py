@@ -28,7 +28,8 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
     tokens = (ready.num_blocks - 1) * ready.block_size
     free = ready.total_bytes - ready.weights_bytes - ready.activation_bytes - ready.other_bytes - ready.cache_bytes
     where = "host memory" if config.device.kind == "cpu" else "GPU memory"
-    threads = f", {config.device.threads} threads" if config.device.kind == "cpu" else ""
+    count = config.device.threads
+    threads = f", {count} thread{'s' if count > 1 else ''}" if config.device.kind == "cpu" else ""
     if config.model.pooling is not None:
         return [
             ("Model", f"{config.model.name} ({config.model.architecture})"),
@@ -41,6 +42,7 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
     return [
         ("Model", f"{config.model.name} ({config.model.architecture})"),
         ("Runs on", f"{ready.device}{threads}, {ready.dtype}, attention {ready.attention}"),
+        *([("Ranks", _ranks(config))] if config.parallel.world > 1 else []),
         *([("Sums over GPUs", ready.sums)] if ready.sums else []),
         ("Weights", _weights(ready, config)),
         ("Activations", format_bytes(ready.activation_bytes)),
@@ -67,6 +69,19 @@ def _weights(ready: EngineReady, config: EngineConfig) -> str:
     named = [f"{name} {format_bytes(nbytes)}" for name, nbytes in kinds] if len(kinds) > 1 else [name for name, _ in kinds]
     stored = " + ".join(named)
     return format_bytes(ready.weights_bytes) + "".join(f", {part}" for part in (source, stored) if part)
+
+
+def _ranks(config: EngineConfig) -> str:
+    """Who computes it together; the figures below it are one rank's."""
+    parallel = config.parallel
+    split = []
+    if parallel.pipeline > 1:
+        split.append(f"{parallel.pipeline} stages")
+    if parallel.tensor > 1:
+        split.append(f"{parallel.tensor} to a layer")
+    hosts = f" on {parallel.nodes.count} hosts" if parallel.nodes.count > 1 else " placed by Ray" if parallel.executor == "ray" else ""
+    replica = " of each replica" if parallel.data > 1 else ""
+    return f"{parallel.world}{hosts} ({', '.join(split)}); the sizes below are those of the first{replica}"
 
 
 def _phases(ready: EngineReady) -> str:

@@ -144,7 +144,7 @@ class EngineCore:
             logger.exception("Step %d could not be launched.", plan.step_id)
             self._forget_step(plan.step_id)
             self.batch.announce_again(plan.free_slots)
-            self.settler.fail_step(plan, f"The engine failed while computing this request: {error}.")
+            self.settler.fail_step(plan, f"The engine failed while computing this request: {str(error).rstrip('.')}.")
             self.life.settle(self.life.settled_step)
             return
         self._flights.append(Flight(plan, now))
@@ -165,7 +165,7 @@ class EngineCore:
                 raise RuntimeError(f"step {result.step_id} came back instead of {plan.step_id}")
         except Exception as error:
             logger.exception("Step %d failed.", plan.step_id)
-            self.settler.fail_step(plan, f"The engine failed while computing this request: {error}.")
+            self.settler.fail_step(plan, f"The engine failed while computing this request: {str(error).rstrip('.')}.")
         else:
             now = time.monotonic()
             try:

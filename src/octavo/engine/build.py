@@ -172,4 +172,14 @@ def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
 
     device = Ranks(local_rank=local_rank).device(config.device.kind, config.parallel)
     world = World(meeting, config.parallel, device, normed_rows(config))
-    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.sums, world.tensor.check, world.close)
+    return Ranks(
+        world.tensor,
+        world.pipeline,
+        world.smallest,
+        meeting.rank,
+        local_rank,
+        world.sums,
+        check=world.tensor.check,
+        abandon=world.abandon,
+        close=world.close,
+    )

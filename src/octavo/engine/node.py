@@ -18,7 +18,7 @@ from octavo.config.types import EngineConfig
 from octavo.engine.build import RANK_MODULE
 from octavo.errors import EngineDead, error_of
 from octavo.executor.door import resolve_address
-from octavo.executor.rank_ends import SILENT_SECONDS, LocalRank
+from octavo.executor.rank_ends import LocalRank
 from octavo.protocol.ranks import LinkPlace, RankBoot, RankFailed
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,8 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(rank, selectors.EVENT_READ)
-            stopped: dict[int, float] = {}
             while len(selector.get_map()) == len(ranks):
-                _end_stopped(ranks, stopped)
+                _end_stopped(ranks)
                 for key, _ in selector.select(LOOK_SECONDS):
                     assert isinstance(key.fileobj, LocalRank)
                     messages = key.fileobj.read()
@@ -117,13 +116,11 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
     return failure, all(rank.process.returncode == 0 for rank in ranks)
 
 
-def _end_stopped(ranks: list[LocalRank], since: dict[int, float]) -> None:
+def _end_stopped(ranks: list[LocalRank]) -> None:
     """A rank that a signal has stopped does not notice that its engine is gone: it would stay for ever."""
     for rank in ranks:
-        if not rank.is_stopped():
-            since.pop(rank.rank, None)
-        elif time.monotonic() - since.setdefault(rank.rank, time.monotonic()) > SILENT_SECONDS:
-            logger.error("Rank %d (process %d) is stopped, by a signal or a debugger: ending it", rank.rank, rank.process.pid)
+        if (words := rank.silent()) is not None:
+            logger.error("%s Ending it", words)
             rank.process.kill()
 
 

@@ -50,6 +50,9 @@ class FirstRank(Rank, Protocol):
     def check_ranks(self) -> None:
         """From any thread. Raises EngineDead if its device has given up waiting for another rank."""
 
+    def abandon_ranks(self) -> None:
+        """From any thread. Let its device wait for no other rank any more; results are void."""
+
 
 class RanksExecutor:
     """Implements `executor.base.Executor`.
@@ -189,6 +192,7 @@ class RanksExecutor:
             self._fail(f"Rank 0 could not run a step that the other ranks are in: {type(e).__name__}: {e}", "")
             self._check()
             raise
+        self._check()  # what waited for a rank that was abandoned has no result
 
     def prepare(self, *, idle: bool) -> bool:
         """Rank 0 decides when; then all do it, since what is captured holds sums over ranks."""
@@ -232,6 +236,11 @@ class RanksExecutor:
         if first:
             logger.error("%s", message)
             self._lost(message, kind)
+            # The engine is still there. It may be waiting for a rank that neither ends nor goes on.
+            for end in self._ends:
+                end.abandon()
+            if self._worker is not None:
+                self._worker.abandon_ranks()
 
     def _check_arrivals(self) -> None:
         self._check()
@@ -286,8 +295,8 @@ class RanksExecutor:
         return True
 
     def _look_for_silent(self) -> None:
-        for far in self._links:
-            if (words := far.silent()) is not None:
+        for end in self._ends:
+            if (words := end.silent()) is not None:
                 self._fail(words, "")
 
     def _look_for_given_up(self) -> None:

@@ -228,12 +228,12 @@ def _widest_block(spec: ModelSpec) -> int:
 
 
 def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
-    """After the weights are loaded: half of what is still free, 4 GiB at most."""
+    """After the weights are loaded: half of what is still free, 4 GiB at most; ranks and replicas on this host have equal shares of it."""
     total, available = host_memory()
     left = available - activations
     # A size that was asked for is compared with all that is free, not with our default's share of it.
     asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
-    cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION))
+    cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION) // (config.parallel.per_node * config.parallel.data))
     other = max(0, config.device.total_bytes - config.device.free_bytes)
     return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
 

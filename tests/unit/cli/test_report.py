@@ -16,6 +16,7 @@ from octavo.cli import doctor, main
 from octavo.cli.doctor import Check
 from octavo.cli.plan import model_needs
 from octavo.cli.report import capacity, report_rows, server_url, startup_report
+from octavo.config.types import NodesConfig, ParallelConfig
 from octavo.errors import UnsupportedModel
 from octavo.frontend.http.settings import ServerSettings
 from octavo.protocol.engine import EngineReady, Phase
@@ -53,6 +54,22 @@ def test_the_report_adds_up() -> None:
     assert rows["Left free"] == "1.0 GiB of 8.0 GiB host memory"
     assert rows["Fits"].startswith("16,000 tokens: 31 x 512 (the longest request) or 15 x 1,000; at most 64")
     assert rows["Started in"] == "1.8 s, weights 1.5, warm-up 0.2"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tensor": 2}, "2 (2 to a layer); the sizes below are those of the first"),
+        ({"pipeline": 2}, "2 (2 stages); the sizes below are those of the first"),
+        ({"tensor": 2, "pipeline": 3, "data": 2}, "6 (3 stages, 2 to a layer); the sizes below are those of the first of each replica"),
+        ({"tensor": 4, "nodes": NodesConfig(count=2)}, "4 on 2 hosts (4 to a layer); the sizes below are those of the first"),
+        ({"tensor": 4, "executor": "ray"}, "4 placed by Ray (4 to a layer); the sizes below are those of the first"),
+    ],
+)
+def test_the_report_says_who_computes_it_together(parallel: dict[str, Any], words: str) -> None:
+    config = dataclasses.replace(tiny_config(), parallel=ParallelConfig(**parallel))
+    assert dict(report_rows(ready(), config))["Ranks"] == words
+    assert "Ranks" not in dict(report_rows(ready(), tiny_config()))
 
 
 def test_the_report_names_what_the_weights_are_stored_as() -> None:
