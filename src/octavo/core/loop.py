@@ -106,6 +106,12 @@ class EngineCore:
             self._launch(plan, now)
         if self._flights and (plan is None or len(self._flights) > self.inflight):
             deltas += self._settle()
+            if plan is None and self.scheduler.config.stages > 1:
+                # All rows waited for their tokens, which the first stage has to be told. It waits now, and what is delivered can wait.
+                now = time.monotonic()
+                plan = self._plan(now)
+                if plan is not None:
+                    self._launch(plan, now)
         elif plan is None:
             self.life.constraints.turns.wait(WAIT_SECONDS)
         self._watch(plan is not None)

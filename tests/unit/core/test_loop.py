@@ -82,6 +82,20 @@ def test_stages_share_the_decodes_evenly_however_requests_come(stages: int, over
     engine.check_idle()
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_first_stage_has_its_next_step_before_tokens_are_delivered(stages: int) -> None:
+    engine = Engine(inflight=stages, stages=stages)
+    engine.add("a", PROMPT, max_tokens=9, ignore_eos=True)
+    while not engine.step():
+        pass
+    for _ in range(7):
+        before = len(engine.worker.plans)
+        assert engine.step()
+        assert (len(engine.worker.plans), len(engine.core._flights)) == (before + 1, 1)
+    assert engine.step()  # the last
+    assert not engine.core.has_work()
+
+
 def test_a_prompt_is_computed_while_every_share_of_the_decodes_is_in_flight() -> None:
     engine = Engine(inflight=2, stages=2)
     for name in "ab":
