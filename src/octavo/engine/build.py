@@ -150,6 +150,7 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
         module=RANK_MODULE,
         local=range(1, first_far),
         door=door,
+        abandon=nothing if cluster is None else cluster.abandon,
         release=nothing if cluster is None else cluster.close,
         lost=lost,
         defer=defer,

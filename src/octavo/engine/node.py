@@ -18,7 +18,7 @@ from octavo.config.types import EngineConfig
 from octavo.engine.build import RANK_MODULE
 from octavo.errors import EngineDead, error_of
 from octavo.executor.door import resolve_address
-from octavo.executor.rank_ends import LocalRank
+from octavo.executor.rank_ends import SILENT_SECONDS, LocalRank
 from octavo.protocol.ranks import LinkPlace, RankBoot, RankFailed
 
 logger = logging.getLogger(__name__)
@@ -117,10 +117,11 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
 
 
 def _end_stopped(ranks: list[LocalRank]) -> None:
-    """A rank that a signal has stopped does not notice that its engine is gone: it would stay for ever."""
+    """A rank that a signal has stopped does not notice that its engine is gone: it would stay for ever. The engine finds out first, and
+    says what it was."""
     for rank in ranks:
-        if (words := rank.silent()) is not None:
-            logger.error("%s Ending it", words)
+        if rank.stopped_for() > SILENT_SECONDS:
+            logger.error("Rank %d (process %d) is stopped, by a signal: ending it", rank.rank, rank.process.pid)
             rank.process.kill()
 
 

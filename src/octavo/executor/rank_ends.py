@@ -79,8 +79,12 @@ class LocalRank:
     def farewell(self) -> str:
         return f"Rank {self.rank} {describe_exit(self.process)}."
 
+    def stopped_for(self) -> float:
+        """Seconds, as far as it has been looked at: to be asked now and then."""
+        return self._stopped.seconds()
+
     def silent(self) -> str | None:
-        if (stopped := self._stopped.seconds()) < STOPPED_SECONDS:
+        if (stopped := self.stopped_for()) < STOPPED_SECONDS:
             return None
         return f"Rank {self.rank} (process {self.process.pid}) has been stopped for {stopped:.0f} s, by a signal."
 

@@ -63,6 +63,7 @@ class RanksExecutor:
         module: what a rank's process runs.
         local: the ranks to start here.
         door: where the others come in, where there are any; closed with the executor.
+        abandon: called from any thread when all that are elsewhere are to end at once.
         release: called when all have ended.
         lost: what to do when a rank is gone; may never return.
         defer: leave for `prepare` what can wait.
@@ -80,6 +81,7 @@ class RanksExecutor:
         module: str,
         local: range,
         door: Door | None = None,
+        abandon: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
         lost: Lost,
         defer: bool,
@@ -96,6 +98,7 @@ class RanksExecutor:
         """A CPU computes when it launches: our stage's share waits until a result is wanted, so that the stages before can be ahead."""
         self._waiting: deque[StepPlan] = deque()
         self._door = door
+        self._abandon = abandon
         self._release = release
         self._ring: RingWriter | None = None
         self._ends: list[RankEnd] = []
@@ -239,6 +242,7 @@ class RanksExecutor:
             # The engine is still there. It may be waiting for a rank that neither ends nor goes on.
             for end in self._ends:
                 end.abandon()
+            self._abandon()
             if self._worker is not None:
                 self._worker.abandon_ranks()
 
