@@ -220,6 +220,23 @@ def test_needs_of_a_known_model() -> None:
         model_needs({"hidden_size": 4})
 
 
+def test_plan_over_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def rows(*flags: str) -> dict[str, str]:
+        assert main(["plan", str(tmp_path), "--memory", "24G", *flags]) == 0
+        return {line[:17].strip(): line[17:].strip() for line in capsys.readouterr().out.splitlines()}
+
+    one, two, sixteen, stages = rows(), rows("-tp", "2"), rows("-tp", "16"), rows("-tp", "2", "-pp", "4")
+    said = [next(v for k, v in part.items() if k.startswith("cache")) for part in (one, two, sixteen, stages)]
+    assert [value.split()[-2] for value in said] == ["128.0", "64.0", "16.0", "16.0"]  # eight heads, which sixteen keep twice
+    assert any("8: 4 x 2; the sizes below are those of each" in value for value in stages.values())
+    for flags, words in ((["-tp", "3"], "--tensor-parallel-size 3: 32 attention heads"), (["-pp", "33"], "the model has 32 layers")):
+        assert main(["plan", str(tmp_path), "--memory", "24G", *flags]) == 1
+        assert words in capsys.readouterr().err
+
+
 def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
