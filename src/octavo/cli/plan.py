@@ -74,7 +74,10 @@ class Needs:
 def run(options: Namespace) -> int:
     from octavo.checkpoint.resolve import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(getattr(options, "model", ""))
+    model = getattr(options, "model", "")
+    if Path(model).name == "config.json" and Path(model).is_file():
+        model = str(Path(model).parent)
+    checkpoint = resolve_checkpoint(model)
     needs = model_needs(checkpoint.hf_config)
     stored = sum(Path(f).stat().st_size for f in checkpoint.weight_files)
     dtype = getattr(options, "dtype", None)
@@ -85,8 +88,8 @@ def run(options: Namespace) -> int:
     usable = memory * getattr(options, "gpu_memory_utilization", 0.9)
     # Activations of the largest step: a few hundred MiB for small models, about a twentieth of the weights for large ones.
     activations = max(256 * 2**20, weights // 20)
-    per_token = needs.cache_values_per_token * _CACHE_BYTES[getattr(options, "kv_cache_dtype", "bfloat16")]
-    per_token /= stages * min(tensor, needs.cache_parts)
+    values = needs.cache_values_per_token / (stages * min(tensor, needs.cache_parts))
+    per_token = values * _CACHE_BYTES[getattr(options, "kv_cache_dtype", "bfloat16")]
     length = getattr(options, "max_model_len", needs.max_len)
     tokens = int((usable - weights - activations) // per_token)
     rows = [

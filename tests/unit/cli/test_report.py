@@ -244,6 +244,8 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "8.03 billion parameters" in out
     assert "128.0 KiB" in out
+    assert main(["plan", str(tmp_path / "config.json"), "--memory", "24G"]) == 0
+    assert capsys.readouterr().out == out
     assert main(["plan", str(tmp_path), "--memory", "16G", "--dtype", "float32"]) == 1
     assert "more are needed" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--memory", "18G", "--gpu-memory-utilization", "0.95", "--max-model-len", "1m"]) == 0
