@@ -160,7 +160,8 @@ def measure(shape: str, config: dict[str, Any], settings: dict[str, Any], parts:
                 for batch in (1, 32):
                     first, gap = latency(llm, batch)
                     result |= {f"ttft_{batch}_ms": first, f"tpot_{batch}_ms": gap}
-                result["between_steps_64"] = between_steps(llm)
+                if (share := between_steps(llm)) is not None:
+                    result["between_steps_64"] = share
             if "first" in parts:
                 result["first_8k_ms"] = first_token(llm)
             if "throughput" in parts:
@@ -246,8 +247,11 @@ class StepLog:
         }
 
 
-def between_steps(llm: LLM, rows: int = 64) -> float:
-    """Share of the time in which no step is on the device, while `rows` requests decode."""
+def between_steps(llm: LLM, rows: int = 64) -> float | None:
+    """Share of the time in which no step is on the device, while `rows` requests decode.
+
+    None where no step has them all: stages of a pipeline share them, and the time of a step is then also that of waiting for the other stage.
+    """
     requests = random_requests(rows, Span(300, 300), Span(200, 200), seed=9)
     params = SamplingParams(temperature=0.6, max_tokens=200, ignore_eos=True, detokenize=False)
     core: Any = llm._client.core  # type: ignore[union-attr]
@@ -255,6 +259,8 @@ def between_steps(llm: LLM, rows: int = 64) -> float:
     llm.generate(prompts_of(requests), params, use_tqdm=False)
     core.executor = log._executor
     full = [i for i, (of_step, tokens, _) in enumerate(log.steps) if of_step == tokens == rows][10:-10]
+    if len(full) < 2:
+        return None
     busy = sum(log.steps[i][2] for i in full[1:])
     return 1.0 - busy / (log.ends[full[-1]] - log.ends[full[0]])
 
@@ -357,7 +363,7 @@ def show(shape: str, result: dict[str, Any], gpus: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="GPU throughput and latency with random weights.")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default: those for so many GPUs")
-    parser.add_argument("--gpus", type=int, default=1, help="how many share each layer")
+    parser.add_argument("--gpus", type=int, default=1, help="how many share each layer, unless --settings has stages")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--runs", type=int, default=2, help="of the offline workload; the fastest counts")
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
@@ -367,7 +373,7 @@ def main() -> None:
     options = parser.parse_args()
     gpus, settings = options.gpus, json.loads(options.settings)
     if gpus > 1:
-        settings |= {"tensor_parallel_size": gpus}
+        settings.setdefault("tensor_parallel_size", gpus // settings.get("pipeline_parallel_size", 1))
     output = options.output or Path(__file__).parent / "results" / f"gpu_throughput{'' if gpus == 1 else f'_{gpus}'}.json"
     results = {}
     for shape in options.shapes or USUAL.get(gpus, USUAL[2]):

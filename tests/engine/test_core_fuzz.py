@@ -41,6 +41,7 @@ class Setup:
     """One engine configuration."""
 
     inflight: int = 0
+    stages: int = 1
     prefix_caching: bool = True
     budget: int = 32
     num_blocks: int = 200
@@ -60,7 +61,7 @@ class Setup:
                 self.num_blocks, BLOCK, self.max_num_seqs, MAX_MODEL_LEN, step_seconds=lambda p: 1e-3 + 1e-4 * p.num_tokens,
                 **self.kinds(), **worker,
             ),
-            inflight=self.inflight, prefix_caching=self.prefix_caching, budget=self.budget, policy=self.policy,
+            inflight=self.inflight + self.stages - 1, stages=self.stages, prefix_caching=self.prefix_caching, budget=self.budget, policy=self.policy,
             target_step_ms=self.target_step_ms, chunked=self.chunked, threshold=self.threshold,
         )  # fmt: skip
 
@@ -75,6 +76,7 @@ class Setup:
 setups = st.builds(
     Setup,
     inflight=st.sampled_from([0, 1, 2]),
+    stages=st.sampled_from([1, 1, 2, 3]),
     prefix_caching=st.booleans(),
     budget=st.sampled_from([3, 7, 16, 64]),
     # 13 blocks hold one longest sequence (12 blocks) and hardly more.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -80,12 +81,35 @@ async def test_a_stopped_rank_is_noticed_and_named(tmp_path: Path, caplog: pytes
     assert not rank.is_running()
 
 
+async def test_a_stopped_rank_is_noticed_long_before_its_steps_count_as_hung(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with engine(tmp_path) as llm:
+        whole = await tokens(llm.generate(PROMPT, LONG, "before"))
+        (rank,) = ranks(llm)
+        assert await tokens(llm.generate(PROMPT, LONG, "after"), {20: rank.suspend}) == whole
+        assert f"Rank 1 (process {rank.pid}) has been stopped for " in caplog.text
+    assert not rank.is_running()
+
+
 async def test_no_rank_outlives_the_engine(tmp_path: Path) -> None:
     async with engine(tmp_path) as llm:
         (rank,) = ranks(llm)
         assert llm.engine_pid is not None
         os.kill(llm.engine_pid, signal.SIGKILL)
         await asyncio.to_thread(rank.wait, 10)
+
+
+@pytest.mark.parametrize("loss", ["kill", "suspend"])
+def test_offline_the_requests_under_way_fail_with_the_reason_and_nobody_waits(tmp_path: Path, loss: str) -> None:
+    with LLM(**settings(tmp_path)) as llm:
+        (rank,) = [child for child in psutil.Process().children() if "octavo.engine.rank" in child.cmdline()]
+        timer = threading.Timer(0.5, getattr(rank, loss))
+        timer.start()
+        outputs = llm.generate([PROMPT] * 4, SamplingParams(max_tokens=500, ignore_eos=True, temperature=0))
+        timer.join()
+        if all(output.outputs[0].finish_reason == "length" for output in outputs):  # quicker than the timer
+            outputs = llm.generate([PROMPT] * 4, SamplingParams(max_tokens=500, ignore_eos=True, temperature=0))
+    assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+    assert not rank.is_running()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +135,7 @@ def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
         ({"tensor_parallel_size": 0}, "tensor-parallel-size"),
         ({"tensor_parallel_size": 65}, "at most 64 processes on a CPU"),
         ({"pipeline_parallel_size": 3, "tensor_parallel_size": 1}, "--pipeline-parallel-size 3: this LlamaForCausalLM has 2 layers"),
+        ({"distributed_executor_backend": "inline"}, "--distributed-executor-backend inline runs a single rank"),
         ({"cpu_kernels": "native"}, "--cpu-kernels native: they compute whole models"),
         ({"nnodes": 2, "node_rank": 1}, "--node-rank 1: only the first host takes requests"),
         ({"nnodes": 2, "master_addr": "192.0.2.200"}, "--master-addr 192.0.2.200 is not an address of this host"),

@@ -191,6 +191,28 @@ async def test_a_hung_engine_is_killed_and_the_others_go_on() -> None:
         assert "hung" in str(bad.error)
 
 
+async def test_an_engine_that_a_signal_has_stopped_is_noticed_long_before_it_counts_as_hung(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.frontend.process_client.STOPPED_SECONDS", 1.0)
+    async with scripted_client(tiny_config(engine_hang_timeout=300.0)) as client:
+        assert client.engine_pid is not None
+        process = psutil.Process(client.engine_pid)
+        process.suspend()
+        await asyncio.sleep(3.0)
+        assert client.restarts == 0  # nobody waits for it
+        process.resume()
+        sink = RecordingSink()
+        client.add(request("a", [SLOW, 6]), sink)
+        await sink.until(lambda s: len(s.tokens.get(0, [])) >= 3)
+        process.suspend()
+        await sink.done()
+        assert sink.tokens == {0: expected([SLOW, 6])}
+        assert client.restarts == 1
+        assert "has been stopped for" in caplog.text
+        assert not process.is_running()
+
+
 async def test_an_idle_engine_is_not_taken_for_hung() -> None:
     async with scripted_client(tiny_config(engine_hang_timeout=0.3)) as client:
         pid = client.engine_pid

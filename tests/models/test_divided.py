@@ -11,7 +11,7 @@ import torch
 
 from octavo.config.types import ParallelConfig
 from octavo.errors import ConfigError
-from octavo.models.loader import load_model
+from octavo.models.loader import check_divisible, load_model
 from octavo.models.sharding import Shard, possible_sizes, shard_spec
 from octavo.ops.registry import load_ops
 from octavo.parallel.group import TensorGroup
@@ -160,6 +160,27 @@ def test_what_does_not_divide_is_said(tmp_path: Path, family: str, overrides: di
     save_tiny(tmp_path, family, **overrides)
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size {size}.*{words}.*Possible sizes: 1"):
         logits_of_ranks(tmp_path, size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whole", "advice"),
+    [
+        ({"num_experts": 3, "num_experts_per_tok": 2}, True, "3 experts.* Without --enable-expert-parallel 2 will do."),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 15, "intermediate_size": 32},
+            False,
+            "size of 15.* With --enable-expert-parallel 2 will do.",
+        ),
+    ],
+)
+def test_the_other_way_to_deal_out_experts_is_named_where_it_would_do(
+    tmp_path: Path, overrides: dict[str, Any], whole: bool, advice: str
+) -> None:
+    save_tiny(tmp_path, "qwen3_moe", **overrides)
+    config = config_for(tmp_path)
+    config = replace(config, parallel=replace(config.parallel, tensor=2, whole_experts=whole))
+    with pytest.raises(ConfigError, match=advice):
+        check_divisible(config)
 
 
 def test_possible_sizes(tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ EOS = 1
 
 def core_config(
     *, max_num_seqs: int = 8, budget: int = 32, inflight: int = 0, policy: Any = "fcfs", prefix_caching: bool = True, max_model_len: int = 64,
-    target_step_ms: float | None = None, chunked: bool = True, threshold: int = 0,
+    target_step_ms: float | None = None, chunked: bool = True, threshold: int = 0, stages: int = 1,
 ) -> EngineConfig:  # fmt: skip
     """A configuration with only what the core reads set on purpose."""
     return EngineConfig(
         model=ModelConfig("", "fake", {}, "fake", "float32", max_model_len, False, 50, (EOS,), "dummy", 0, 20, "raw_logprobs"),
         cache=CacheConfig(4, 0.9, None, None, "float32", prefix_caching),
-        scheduler=SchedulerConfig(max_num_seqs, budget, chunked, policy, target_step_ms, threshold, 1024, inflight),
+        scheduler=SchedulerConfig(max_num_seqs, budget, chunked, policy, target_step_ms, threshold, 1024, inflight, stages),
         device=DeviceInfo("cpu", "fake", 0, 0, 1),
         parallel=ParallelConfig(),
         reliability=ReliabilityConfig(0, 0.0, None),
@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(self, worker: FakeWorker | None = None, **config: Any) -> None:
         self.worker = worker or FakeWorker()
-        self.worker.inflight = config.get("inflight", 0)
+        self.worker.inflight, self.worker.stages = config.get("inflight", 0), config.get("stages", 1)
         config.setdefault("max_num_seqs", self.worker.max_num_seqs)
         config.setdefault("max_model_len", self.worker.max_model_len)
         self.core = EngineCore(core_config(**config), self.worker)

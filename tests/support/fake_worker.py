@@ -105,6 +105,8 @@ class FakeWorker:
     fail_collect: Callable[[StepPlan], bool] = lambda plan: False
     row_errors: Callable[[StepPlan], dict[int, str]] = lambda plan: {}
     inflight: int = 0
+    stages: int = 1
+    """Of a pipeline: the first one knows the tokens that it is told."""
     window: int | None = None
     """Of every layer."""
     sliding_window: int | None = None
@@ -147,6 +149,7 @@ class FakeWorker:
         self._check_fences(plan)
         blocks: dict[int, int] = {}
         self._update(plan)
+        self._check_told(plan)
         result = self._run(plan, blocks)
         failed = self.fail_collect(plan)
         self._queue.append(
@@ -245,6 +248,20 @@ class FakeWorker:
                 if slot not in plan.slots or position != len(self.slots[slot].tokens):
                     self._violation(f"token {position} of slot {slot} is told, which has {len(self.slots[slot].tokens)}")
                 self.slots[slot].tokens.append(token)
+
+    def _check_told(self, plan: StepPlan) -> None:
+        """What a first stage reads has been said: in the request's beginning, or with the plan."""
+        if self.stages == 1:
+            return
+        told = [] if plan.told is None else plan.told.tolist()
+        for row, (slot, start, count) in enumerate(zip(plan.slots.tolist(), plan.start.tolist(), plan.count.tolist(), strict=True)):
+            tokens, said = self.slots[slot].tokens, len(self.slots[slot].init.token_ids)
+            if any(slot in flight.sampled for flight in self._queue):
+                self._violation(f"slot {slot} goes on before its last token has been seen")
+            elif row < len(told) and told[row] != tokens[start]:
+                self._violation(f"slot {slot} is told {told[row]} where it has {tokens[start]}")
+            elif row >= len(told) and start + count > said:
+                self._violation(f"slot {slot} is not told its token {said}")
 
     def _obeyed(self, plan: StepPlan, slot: int, token: int) -> int:
         """The first token from `token` on that the mask of a slot allows."""

@@ -30,6 +30,12 @@ def configure(parser: CommandParser) -> None:
     parser.add_argument("--kv-cache-dtype", type=choice(tuple(_CACHE_BYTES)), metavar="TYPE", help="Cache. Default: bfloat16.")
     parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="Longest request, tokens. Default: the model's own.")
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="Fraction to use. Default: 0.9.")
+    parser.add_argument(
+        "-tp", "--tensor-parallel-size", type=positive_int, metavar="N", help="GPUs that share each layer, with --memory each. Default: 1."
+    )
+    parser.add_argument(
+        "-pp", "--pipeline-parallel-size", type=positive_int, metavar="N", help="Groups of GPUs that share the layers. Default: 1."
+    )
 
 
 def _memory(text: str) -> int:
@@ -47,25 +53,48 @@ class Needs:
     cache_values_per_token: int
     """Numbers kept in the KV cache for each token, over all layers."""
     max_len: int
+    heads: int
+    layers: int
+    cache_parts: int
+    """Most GPUs of a layer that its cache is divided among: those beyond keep copies."""
+
+    def ranks(self, tensor: int, stages: int) -> int:
+        """How many GPUs that are.
+
+        Raises:
+            ConfigError: the model cannot be divided so.
+        """
+        if self.heads % tensor:
+            raise ConfigError(f"--tensor-parallel-size {tensor}: {self.heads} attention heads cannot be shared evenly by so many GPUs.")
+        if stages > self.layers:
+            raise ConfigError(f"--pipeline-parallel-size {stages}: the model has {self.layers} layers, one for each stage at least.")
+        return tensor * stages
 
 
 def run(options: Namespace) -> int:
     from octavo.checkpoint.resolve import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(getattr(options, "model", ""))
+    model = getattr(options, "model", "")
+    if Path(model).name == "config.json" and Path(model).is_file():
+        model = str(Path(model).parent)
+    checkpoint = resolve_checkpoint(model)
     needs = model_needs(checkpoint.hf_config)
     stored = sum(Path(f).stat().st_size for f in checkpoint.weight_files)
     dtype = getattr(options, "dtype", None)
-    weights = round(needs.parameters * _BYTES[dtype]) if dtype else stored or needs.parameters * 2
+    tensor, stages = getattr(options, "tensor_parallel_size", 1), getattr(options, "pipeline_parallel_size", 1)
+    ranks = needs.ranks(tensor, stages)
+    weights = (round(needs.parameters * _BYTES[dtype]) if dtype else stored or needs.parameters * 2) // ranks
     memory = getattr(options, "memory", None) or _this_machine()
     usable = memory * getattr(options, "gpu_memory_utilization", 0.9)
     # Activations of the largest step: a few hundred MiB for small models, about a twentieth of the weights for large ones.
     activations = max(256 * 2**20, weights // 20)
-    per_token = needs.cache_values_per_token * _CACHE_BYTES[getattr(options, "kv_cache_dtype", "bfloat16")]
+    values = needs.cache_values_per_token / (stages * min(tensor, needs.cache_parts))
+    per_token = values * _CACHE_BYTES[getattr(options, "kv_cache_dtype", "bfloat16")]
     length = getattr(options, "max_model_len", needs.max_len)
     tokens = int((usable - weights - activations) // per_token)
     rows = [
         ("model", f"{checkpoint.name}, about {needs.parameters / 1e9:.2f} billion parameters"),
+        *([("GPUs", f"{ranks}: {stages} x {tensor}; the sizes below are those of each")] if ranks > 1 else []),
         ("memory", f"{format_bytes(memory)}, of which {format_bytes(usable)} are used"),
         ("weights", format_bytes(weights) + ("" if dtype or not stored else " (as stored)")),
         ("activations", f"about {format_bytes(activations)}"),
@@ -73,7 +102,7 @@ def run(options: Namespace) -> int:
     ]
     fits = tokens >= length
     if tokens <= 0:
-        short = weights + activations + length * per_token - usable
+        short = round(weights + activations + length * per_token - usable)
         rows.append(("fits", f"no: {format_bytes(short)} more are needed for one request of {length:,} tokens"))
     else:
         rows.append(("fits", f"{tokens:,} tokens: {tokens // length:,} x {length:,}, or {tokens // 1000:,} x 1,000"))
@@ -121,4 +150,4 @@ def model_needs(config: Mapping[str, Any]) -> Needs:
     rank = config.get("kv_lora_rank")
     cached = number("kv_lora_rank") + number("qk_rope_head_dim") if rank else 2 * kv_heads * head_dim
     length = number("max_position_embeddings", "n_positions", default=2048)
-    return Needs(layers * (attention + mlp) + embeddings, layers * cached, length)
+    return Needs(layers * (attention + mlp) + embeddings, layers * cached, length, heads, layers, 1 if rank else kv_heads)

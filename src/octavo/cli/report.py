@@ -42,6 +42,7 @@ def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str
     return [
         ("Model", f"{config.model.name} ({config.model.architecture})"),
         ("Runs on", f"{ready.device}{threads}, {ready.dtype}, attention {ready.attention}"),
+        *([("Ranks", _ranks(config))] if config.parallel.world > 1 else []),
         *([("Sums over GPUs", ready.sums)] if ready.sums else []),
         ("Weights", _weights(ready, config)),
         ("Activations", format_bytes(ready.activation_bytes)),
@@ -68,6 +69,19 @@ def _weights(ready: EngineReady, config: EngineConfig) -> str:
     named = [f"{name} {format_bytes(nbytes)}" for name, nbytes in kinds] if len(kinds) > 1 else [name for name, _ in kinds]
     stored = " + ".join(named)
     return format_bytes(ready.weights_bytes) + "".join(f", {part}" for part in (source, stored) if part)
+
+
+def _ranks(config: EngineConfig) -> str:
+    """Who computes it together; the figures below it are one rank's."""
+    parallel = config.parallel
+    split = []
+    if parallel.pipeline > 1:
+        split.append(f"{parallel.pipeline} stages")
+    if parallel.tensor > 1:
+        split.append(f"{parallel.tensor} to a layer")
+    hosts = f" on {parallel.nodes.count} hosts" if parallel.nodes.count > 1 else " placed by Ray" if parallel.executor == "ray" else ""
+    replica = " of each replica" if parallel.data > 1 else ""
+    return f"{parallel.world}{hosts} ({', '.join(split)}); the sizes below are those of the first{replica}"
 
 
 def _phases(ready: EngineReady) -> str:

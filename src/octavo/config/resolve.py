@@ -147,6 +147,15 @@ def _check(args: EngineArgs) -> list[str]:
     several = args.tensor_parallel_size != 1 or args.pipeline_parallel_size != 1
     if args.distributed_executor_backend in ("mp", "ray") and not several:
         warnings.append(f"--distributed-executor-backend {args.distributed_executor_backend} has no effect with one GPU: steps run inline.")
+    if args.distributed_executor_backend in ("uni", "inline") and several:
+        raise ConfigError(
+            f"--distributed-executor-backend {args.distributed_executor_backend} runs a single rank in the engine's process, and "
+            "--tensor-parallel-size or --pipeline-parallel-size asks for several. Leave it out, or take mp."
+        )
+    if args.enable_expert_parallel and args.tensor_parallel_size == 1:
+        warnings.append(
+            "--enable-expert-parallel has no effect without --tensor-parallel-size: experts are dealt out to the ranks of a layer."
+        )
     return warnings
 
 

@@ -114,6 +114,12 @@ class EngineCore:
             self._launch(plan, now)
         if self._flights and (plan is None or len(self._flights) > self.inflight):
             deltas += self._settle()
+            if plan is None and self.scheduler.config.stages > 1:
+                # All rows waited for their tokens, which the first stage has to be told. It waits now, and what is delivered can wait.
+                now = time.monotonic()
+                plan = self._plan(now)
+                if plan is not None:
+                    self._launch(plan, now)
         elif plan is None:
             self.life.constraints.turns.wait(WAIT_SECONDS)
         self._watch(plan is not None)
@@ -152,7 +158,7 @@ class EngineCore:
             logger.exception("Step %d could not be launched.", plan.step_id)
             self._forget_step(plan.step_id)
             self.batch.announce_again(plan.free_slots)
-            self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {error}.", error))
+            self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {str(error).rstrip('.')}.", error))
             self.life.settle(self.life.settled_step)
             return
         self.scheduler.conclude()
@@ -174,7 +180,7 @@ class EngineCore:
                 raise RuntimeError(f"step {result.step_id} came back instead of {plan.step_id}")
         except Exception as error:
             logger.exception("Step %d failed.", plan.step_id)
-            self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {error}.", error))
+            self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {str(error).rstrip('.')}.", error))
         else:
             now = time.monotonic()
             try:

@@ -152,7 +152,7 @@ class Scheduler:
         draft = Draft(step)
         rest = self.batch.known - self.batch.scheduled
         computing = self._computing(rest)
-        self._plan_decodes(draft, rest, self._decode_budget(bool(computing)), in_flight)
+        self._plan_decodes(draft, rest, self._decode_budget(bool(computing), rest), in_flight)
         taken = len(draft.decodes)
         if self.batch.ahead.any():
             taken += self._plan_forced(draft, rest, self.config.max_num_batched_tokens - taken)
@@ -171,14 +171,26 @@ class Scheduler:
 
     # Decodes
 
-    def _decode_budget(self, computing: bool) -> int:
-        """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait. Stages of a
-        pipeline work on different requests at the same time: each step in flight gets an equal share of them."""
-        budget = self.config.max_num_batched_tokens
-        if self.config.stages > 1:
-            budget = min(budget, max(1, -(-self.batch.num_running // (self.config.inflight + 1))))
-        prompts = computing or len(self.queue) > 0
-        return max(1, budget - max(1, budget // 4)) if prompts and budget < self.batch.max_seqs else budget
+    def _decode_budget(self, computing: bool, rest: Int32) -> int:
+        """Most decodes a step: all, but for a quarter when the token budget is smaller than the batch and prompts wait.
+
+        Stages of a pipeline work on different requests at the same time: each has a share of the decodes, and there are no more shares
+        than stages, whatever else is in flight. Each share reads all weights anew, so that one more makes every token wait longer.
+        """
+        budget, stages = self.config.max_num_batched_tokens, self.config.stages
+        if budget < self.batch.max_seqs and (computing or len(self.queue) > 0):
+            budget = max(1, budget - max(1, budget // 4))
+        if stages == 1:
+            return budget
+        if self._shares_in_flight(rest) >= stages:
+            return 0  # those that are ready go with those that the next one to settle brings
+        return min(budget, max(1, -(-self.batch.num_running // stages)))
+
+    def _shares_in_flight(self, rest: Int32) -> int:
+        """Steps in flight with decodes. Those with prompts alone are not counted: they need no turn."""
+        batch = self.batch
+        decoding = batch.running & ~batch.fresh & (rest == 1) & (batch.in_flight > 0)
+        return len(set(batch.last_step[decoding].tolist()))
 
     def _plan_decodes(self, draft: Draft, rest: Int32, budget: int, in_flight: int) -> None:
         batch = self.batch

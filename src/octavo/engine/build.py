@@ -150,6 +150,7 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
         module=RANK_MODULE,
         local=range(1, first_far),
         door=door,
+        abandon=nothing if cluster is None else cluster.abandon,
         release=nothing if cluster is None else cluster.close,
         lost=lost,
         defer=defer,
@@ -172,4 +173,14 @@ def _together(meeting: Meeting, config: EngineConfig, local_rank: int) -> Ranks:
 
     device = Ranks(local_rank=local_rank).device(config.device.kind, config.parallel)
     world = World(meeting, config.parallel, device, normed_rows(config))
-    return Ranks(world.tensor, world.pipeline, world.smallest, local_rank, world.sums, world.tensor.check, world.close)
+    return Ranks(
+        world.tensor,
+        world.pipeline,
+        world.smallest,
+        meeting.rank,
+        local_rank,
+        world.sums,
+        check=world.tensor.check,
+        abandon=world.abandon,
+        close=world.close,
+    )

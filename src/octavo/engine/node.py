@@ -95,9 +95,8 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
         with selectors.DefaultSelector() as selector:
             for rank in ranks:
                 selector.register(rank, selectors.EVENT_READ)
-            stopped: dict[int, float] = {}
             while len(selector.get_map()) == len(ranks):
-                _end_stopped(ranks, stopped)
+                _end_stopped(ranks)
                 for key, _ in selector.select(LOOK_SECONDS):
                     assert isinstance(key.fileobj, LocalRank)
                     messages = key.fileobj.read()
@@ -117,13 +116,12 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
     return failure, all(rank.process.returncode == 0 for rank in ranks)
 
 
-def _end_stopped(ranks: list[LocalRank], since: dict[int, float]) -> None:
-    """A rank that a signal has stopped does not notice that its engine is gone: it would stay for ever."""
+def _end_stopped(ranks: list[LocalRank]) -> None:
+    """A rank that a signal has stopped does not notice that its engine is gone: it would stay for ever. The engine finds out first, and
+    says what it was."""
     for rank in ranks:
-        if not rank.is_stopped():
-            since.pop(rank.rank, None)
-        elif time.monotonic() - since.setdefault(rank.rank, time.monotonic()) > SILENT_SECONDS:
-            logger.error("Rank %d (process %d) is stopped, by a signal or a debugger: ending it", rank.rank, rank.process.pid)
+        if rank.stopped_for() > SILENT_SECONDS:
+            logger.error("Rank %d (process %d) is stopped, by a signal: ending it", rank.rank, rank.process.pid)
             rank.process.kill()
 
 

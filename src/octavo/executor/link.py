@@ -89,6 +89,11 @@ class LinkWriter:
         except OSError:
             return False
 
+    def hang_up(self) -> None:
+        """Let the rank see the end of the connection. From any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._socket.close()
 

@@ -12,6 +12,7 @@ from octavo.executor.frames import FrameBuffer
 from octavo.executor.ring import RingWriter
 from octavo.protocol.boot import start_process
 from octavo.protocol.ranks import FromRank, RankAlive, RankBoot, RankReady, decode_up
+from octavo.protocol.stopped import STOPPED_SECONDS, StoppedClock, is_stopped
 
 SILENT_SECONDS = 10.0
 """A rank on another host says more often than this that it is alive."""
@@ -33,10 +34,13 @@ class RankEnd(Protocol):
         """How it ended, for people."""
 
     def silent(self) -> str | None:
-        """What to say if it should have been heard of."""
+        """What to say if it should have been heard of, or cannot go on. To be asked now and then."""
 
     def trouble(self) -> str | None:
         """What seems to be wrong with it when a step does not end, if anything."""
+
+    def abandon(self) -> None:
+        """End it, without waiting: whoever waits for it in a sum finds out. From any thread."""
 
     def end(self, deadline: float, *, now: bool) -> None:
         """Wait until it has ended by itself; no longer than to `deadline`, and not at all with `now`."""
@@ -60,6 +64,7 @@ class LocalRank:
         self._status = status
         self._frames = FrameBuffer()
         self.process = start_process(module, boot, pass_fds)
+        self._stopped = StoppedClock(self.process.pid)
 
     def fileno(self) -> int:
         return self._status
@@ -74,25 +79,25 @@ class LocalRank:
     def farewell(self) -> str:
         return f"Rank {self.rank} {describe_exit(self.process)}."
 
+    def stopped_for(self) -> float:
+        """Seconds, as far as it has been looked at: to be asked now and then."""
+        return self._stopped.seconds()
+
     def silent(self) -> str | None:
-        return None
-
-    def is_stopped(self) -> bool:
-        """By a signal or a debugger."""
-        import psutil
-
-        try:
-            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.Error:
-            return False
+        if (stopped := self.stopped_for()) < STOPPED_SECONDS:
+            return None
+        return f"Rank {self.rank} (process {self.process.pid}) has been stopped for {stopped:.0f} s, by a signal."
 
     def trouble(self) -> str | None:
         who = f"rank {self.rank} (process {self.process.pid})"
-        if self.is_stopped():
-            return f"{who} is stopped, by a signal or a debugger"
+        if is_stopped(self.process.pid):
+            return f"{who} is stopped, by a signal"
         if self.ring is not None and self.ring.taken(self.reader) < self.ring.sent:
             return f"{who} has not taken it"
         return None
+
+    def abandon(self) -> None:
+        self.process.kill()
 
     def end(self, deadline: float, *, now: bool) -> None:
         if now:
@@ -147,6 +152,9 @@ class LinkedRank:
         if self._taken < self.link.sent:
             return f"rank {self.rank} ({self._where}) has not taken it"
         return None
+
+    def abandon(self) -> None:
+        self.link.hang_up()
 
     def end(self, deadline: float, *, now: bool) -> None:
         while not now and (left := deadline - time.monotonic()) > 0 and self.link.more(left):

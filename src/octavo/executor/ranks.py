@@ -50,6 +50,9 @@ class FirstRank(Rank, Protocol):
     def check_ranks(self) -> None:
         """From any thread. Raises EngineDead if its device has given up waiting for another rank."""
 
+    def abandon_ranks(self) -> None:
+        """From any thread. Let its device wait for no other rank any more; results are void."""
+
 
 class RanksExecutor:
     """Implements `executor.base.Executor`.
@@ -60,6 +63,7 @@ class RanksExecutor:
         module: what a rank's process runs.
         local: the ranks to start here.
         door: where the others come in, where there are any; closed with the executor.
+        abandon: called from any thread when all that are elsewhere are to end at once.
         release: called when all have ended.
         lost: what to do when a rank is gone; may never return.
         defer: leave for `prepare` what can wait.
@@ -77,6 +81,7 @@ class RanksExecutor:
         module: str,
         local: range,
         door: Door | None = None,
+        abandon: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
         lost: Lost,
         defer: bool,
@@ -93,6 +98,7 @@ class RanksExecutor:
         """A CPU computes when it launches: our stage's share waits until a result is wanted, so that the stages before can be ahead."""
         self._waiting: deque[StepPlan] = deque()
         self._door = door
+        self._abandon = abandon
         self._release = release
         self._ring: RingWriter | None = None
         self._ends: list[RankEnd] = []
@@ -193,6 +199,7 @@ class RanksExecutor:
             self._fail(f"Rank 0 could not run a step that the other ranks are in: {type(e).__name__}: {e}", "")
             self._check()
             raise
+        self._check()  # what waited for a rank that was abandoned has no result
 
     def prepare(self, *, idle: bool) -> bool:
         """Rank 0 decides when; then all do it, since what is captured holds sums over ranks."""
@@ -236,6 +243,12 @@ class RanksExecutor:
         if first:
             logger.error("%s", message)
             self._lost(message, kind)
+            # The engine is still there. It may be waiting for a rank that neither ends nor goes on.
+            for end in self._ends:
+                end.abandon()
+            self._abandon()
+            if self._worker is not None:
+                self._worker.abandon_ranks()
 
     def _check_arrivals(self) -> None:
         self._check()
@@ -290,8 +303,8 @@ class RanksExecutor:
         return True
 
     def _look_for_silent(self) -> None:
-        for far in self._links:
-            if (words := far.silent()) is not None:
+        for end in self._ends:
+            if (words := end.silent()) is not None:
                 self._fail(words, "")
 
     def _look_for_given_up(self) -> None:

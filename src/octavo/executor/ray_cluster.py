@@ -149,11 +149,16 @@ class RayRanks:
                 raise EngineDead(f"Ray could not run rank {rank}: {str(e).strip().splitlines()[-1]}") from None
             raise error_of(kind, f"Rank {rank}: {message}") or EngineDead(f"Rank {rank} {message or 'has ended'}.")
 
-    def close(self) -> None:
-        """Give the places back."""
+    def abandon(self) -> None:
+        """End the ranks, whatever they do. From any thread."""
         with contextlib.suppress(Exception):  # the cluster may be gone; then so are they
             for actor in self._actors:
                 self._ray.kill(actor)
+
+    def close(self) -> None:
+        """Give the places back."""
+        self.abandon()
+        with contextlib.suppress(Exception):
             if self._group is not None:
                 from ray.util.placement_group import remove_placement_group
 

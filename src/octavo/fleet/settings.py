@@ -14,6 +14,10 @@ PROXIES = ("every-host", "head")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class FleetSettings:
     """User settings of a fleet."""
@@ -47,23 +51,23 @@ class FleetSettings:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.fleet_name):
-            raise ConfigError(f"fleet_name must be up to 64 letters, digits, '.', '_' and '-', got {self.fleet_name!r}.")
+            raise ConfigError(f"--fleet-name must be up to 64 letters, digits, '.', '_' and '-', got {self.fleet_name!r}.")
         if self.min_replicas < 1:
-            raise ConfigError(f"min_replicas must be at least 1, got {self.min_replicas}.")
+            raise ConfigError(f"--min-replicas must be at least 1, got {self.min_replicas}.")
         if self.most_replicas < self.min_replicas:
-            raise ConfigError(f"max_replicas ({self.max_replicas}) must not be less than min_replicas ({self.min_replicas}).")
+            raise ConfigError(f"--max-replicas {self.max_replicas} is less than --min-replicas {self.min_replicas}.")
         if self.routers < 1:
-            raise ConfigError(f"routers must be at least 1, got {self.routers}.")
+            raise ConfigError(f"--routers must be at least 1, got {self.routers}.")
         if not 0 <= self.update_surge <= 100:
-            raise ConfigError(f"update_surge must be between 0 and 100, got {self.update_surge}.")
+            raise ConfigError(f"--update-surge must be between 0 and 100, got {self.update_surge}.")
         for name in ("target_requests", "deploy_timeout"):
             if not (value := getattr(self, name)) > 0 or math.isinf(value):
-                raise ConfigError(f"{name} must be more than 0, got {value}.")
+                raise ConfigError(f"{_flag(name)} must be more than 0, got {value}.")
         for name in ("upscale_delay", "downscale_delay", "drain_timeout", "replica_cpus"):
             if not (value := getattr(self, name)) >= 0 or math.isinf(value):
-                raise ConfigError(f"{name} must not be negative, got {value}.")
+                raise ConfigError(f"{_flag(name)} must not be negative, got {value}.")
         if self.proxies not in PROXIES:
-            raise ConfigError(f"proxies must be one of {', '.join(PROXIES)}, got {self.proxies!r}.")
+            raise ConfigError(f"--proxies must be one of {', '.join(PROXIES)}, got {self.proxies!r}.")
         if self.delete and self.status:
             raise ConfigError("Give --delete or --status, not both.")
 

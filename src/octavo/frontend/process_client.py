@@ -43,6 +43,7 @@ from octavo.protocol.engine import (
     TokenDelta,
     Vocabulary,
 )
+from octavo.protocol.stopped import STOPPED_SECONDS, StoppedClock
 
 logger = logging.getLogger(__name__)
 
@@ -346,6 +347,7 @@ class ProcessClient:
         """Pass messages on until the engine is dead or hung; always ends by raising _Crash."""
         crash = asyncio.get_running_loop().create_future()
         reader = asyncio.create_task(self._read(process, crash))
+        clock = StoppedClock(process.pid)
         try:
             while not crash.done():
                 if process.exit_code() is not None:
@@ -355,6 +357,9 @@ class ProcessClient:
                 elif (age := self.last_step_age()) > self._config.reliability.hang_timeout:
                     process.kill()
                     raise _Crash(f"the engine process hung: it had work but finished no step for {age:.0f} seconds")
+                elif (stopped := clock.seconds()) >= STOPPED_SECONDS and self._live:
+                    process.kill()
+                    raise _Crash(f"the engine process has been stopped for {stopped:.0f} seconds, by a signal")
                 else:
                     await asyncio.wait([crash], timeout=WATCH_INTERVAL)
             raise crash.result()

@@ -106,9 +106,14 @@ def possible_sizes(spec: ModelSpec, *, whole_experts: bool = False) -> list[int]
 def _check(spec: ModelSpec, shard: Shard) -> None:
     if reasons := _hindrances(spec, shard):
         possible = ", ".join(map(str, possible_sizes(spec, whole_experts=shard.whole_experts)))
+        otherwise = replace(shard, whole_experts=not shard.whole_experts)
+        way = "without" if shard.whole_experts else "with"
+        advice = (
+            f" {way.capitalize()} --enable-expert-parallel {shard.size} will do." if spec.moe and not _hindrances(spec, otherwise) else ""
+        )
         raise ConfigError(
             f"--tensor-parallel-size {shard.size}: this {spec.architecture} has {' and '.join(reasons)}, which {shard.size} ranks cannot "
-            f"share evenly. Possible sizes: {possible}."
+            f"share evenly. Possible sizes: {possible}.{advice}"
         )
 
 

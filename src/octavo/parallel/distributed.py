@@ -160,6 +160,8 @@ class World:
             )
             # Every rank has to call for every group.
             groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, meeting.size, tensor)]
+        self._on_gpu = device.type == "cuda"
+        self._groups = [groups[rank // tensor], *([dist.group.WORLD] if dist.group.WORLD is not None else [])]
         verdict, fused = _small_sums(groups[rank // tensor], rank, parallel, device, rows)
         self.sums = verdict.words
         """How small sums go, for people; empty where there is no choice."""
@@ -175,6 +177,13 @@ class World:
         least = torch.tensor(number, dtype=torch.int64)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
+
+    def abandon(self) -> None:
+        """See `Ranks.abandon`. Gloo needs no word: it sees connections end."""
+        if self._on_gpu:
+            for group in self._groups:
+                with contextlib.suppress(Exception):  # one that is broken already
+                    group.abort()
 
     @staticmethod
     def close() -> None:

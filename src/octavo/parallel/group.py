@@ -87,12 +87,16 @@ class Ranks:
     """Those that have the others."""
     smallest: Callable[[int], int] = lambda number: number
     """The smallest of the numbers that all ranks give. Waits for all: not for a step."""
+    number: int = 0
+    """Of this rank, among all."""
     local_rank: int = 0
     """Among the ranks of this host: which GPU it takes."""
     sums: str = ""
     """How small sums over `group` go, for people."""
     check: Callable[[], None] = lambda: None
     """After a step has ended: raises if a rank of `group` did not take part in it."""
+    abandon: Callable[[], None] = lambda: None
+    """From any thread: nothing on this rank's device waits for the others any more. Sums under way have no result."""
     close: Callable[[], None] = lambda: None
     """Leave the others."""
 

@@ -262,12 +262,14 @@ def _widest_block(spec: ModelSpec) -> int:
 
 
 def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
-    """After the weights are loaded: half of what is still free, 4 GiB at most; and no more addresses than the process may have."""
+    """After the weights are loaded: half of what is still free, 4 GiB at most, in equal shares for the ranks and replicas of
+    this host; and no more addresses than the process may have.
+    """
     total, available = host_memory(addresses=False)
     left = available - activations
     # A size that was asked for is compared with all that is free, not with our default's share of it.
     asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
-    cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION))
+    cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION) // (config.parallel.per_node * config.parallel.data))
     if (most := address_space.limit()) is not None:  # of these, others use none
         total, cache = min(total, most), min(cache, most - address_space.used() - activations - ADDRESS_GROWTH)
     other = max(0, config.device.total_bytes - config.device.free_bytes)

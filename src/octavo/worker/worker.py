@@ -17,6 +17,7 @@ import torch
 from octavo.attention.base import AttentionBackend, Calibrated, GraphAttention, GraphShape
 from octavo.attention.select import attention_class, layout_of, make_attention, wasted_windows
 from octavo.checkpoint import text_part
+from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+EVEN = 0.9
+"""Memory free on the poorest rank's device, of that on the richest's, from which on nothing is said."""
 PROFILE_BLOCKS = 2
 """Blocks of the throw-away cache that the worst step is measured with: it only ever names the null block."""
 COMPILER_THREADS = 16
@@ -198,6 +201,10 @@ class Worker:
         """
         self._ranks.check()
 
+    def abandon_ranks(self) -> None:
+        """From any thread: wait for no other rank any more. The results of steps under way are void."""
+        self._ranks.abandon()
+
     def preparation_due(self, *, idle: bool) -> bool:
         """Whether `prepare` would do something."""
         return bool(self._later) and (idle or time.perf_counter() >= self._next_capture)
@@ -280,8 +287,12 @@ class Worker:
 
         size = size_kinds(self._config, budget, layout, block_bytes)
         everywhere = self._ranks.smallest
+        free = self._config.device.free_bytes
+        least, most = everywhere(free), -everywhere(-free)
+        poorest = everywhere(self._ranks.number if free == least else self._config.parallel.world)
         size = dataclasses.replace(
             size,
+            warnings=(*size.warnings, *uneven_ranks(poorest, least, most)),
             num_blocks=everywhere(size.num_blocks),
             sliding_blocks=everywhere(size.sliding_blocks),
             max_model_len=everywhere(size.max_model_len),
@@ -393,7 +404,10 @@ class Worker:
 
     def _model_warnings(self) -> list[str]:
         origin = self._config.model.hf_config.get(text_part.ORIGIN)
-        return [f"{origin}: its language model is served, for text; what it reads images with was left out."] if origin else []
+        warnings = [f"{origin}: its language model is served, for text; what it reads images with was left out."] if origin else []
+        if self._config.parallel.whole_experts and self._model.spec.moe is None:
+            warnings.append(f"--enable-expert-parallel has no effect: {self._config.model.architecture} has no experts.")
+        return warnings
 
     def _cache_warnings(self) -> list[str]:
         """What the user should know about windows that save nothing, and about a float8 cache."""
@@ -425,6 +439,21 @@ class Worker:
 def _settled(launched: Launched | StepResult) -> StepResult:
     """Wait for a step."""
     return launched if isinstance(launched, StepResult) else settle(launched)
+
+
+def uneven_ranks(poorest: int, least: int, most: int) -> list[str]:
+    """What the user should know about memory that all ranks but one have in vain.
+
+    Args:
+        poorest: the rank on whose device the least was free at the start.
+        least, most: bytes free there, and where the most was.
+    """
+    if least >= EVEN * most:
+        return []
+    return [
+        f"The device of rank {poorest} had {format_bytes(least)} of memory free, that of another rank {format_bytes(most)}: all keep a cache "
+        "of the size that the least has room for."
+    ]
 
 
 def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int]) -> list[str]:

@@ -16,6 +16,7 @@ from octavo.cli import doctor, main
 from octavo.cli.doctor import Check
 from octavo.cli.plan import model_needs
 from octavo.cli.report import capacity, report_rows, server_url, startup_report
+from octavo.config.types import NodesConfig, ParallelConfig
 from octavo.errors import UnsupportedModel
 from octavo.frontend.http.settings import ServerSettings
 from octavo.protocol.engine import EngineReady, Phase
@@ -53,6 +54,22 @@ def test_the_report_adds_up() -> None:
     assert rows["Left free"] == "1.0 GiB of 8.0 GiB host memory"
     assert rows["Fits"].startswith("16,000 tokens: 31 x 512 (the longest request) or 15 x 1,000; at most 64")
     assert rows["Started in"] == "1.8 s, weights 1.5, warm-up 0.2"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"tensor": 2}, "2 (2 to a layer); the sizes below are those of the first"),
+        ({"pipeline": 2}, "2 (2 stages); the sizes below are those of the first"),
+        ({"tensor": 2, "pipeline": 3, "data": 2}, "6 (3 stages, 2 to a layer); the sizes below are those of the first of each replica"),
+        ({"tensor": 4, "nodes": NodesConfig(count=2)}, "4 on 2 hosts (4 to a layer); the sizes below are those of the first"),
+        ({"tensor": 4, "executor": "ray"}, "4 placed by Ray (4 to a layer); the sizes below are those of the first"),
+    ],
+)
+def test_the_report_says_who_computes_it_together(parallel: dict[str, Any], words: str) -> None:
+    config = dataclasses.replace(tiny_config(), parallel=ParallelConfig(**parallel))
+    assert dict(report_rows(ready(), config))["Ranks"] == words
+    assert "Ranks" not in dict(report_rows(ready(), tiny_config()))
 
 
 def test_the_report_names_what_the_weights_are_stored_as() -> None:
@@ -212,6 +229,23 @@ def test_needs_of_a_known_model() -> None:
         model_needs({"hidden_size": 4})
 
 
+def test_plan_over_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def rows(*flags: str) -> dict[str, str]:
+        assert main(["plan", str(tmp_path), "--memory", "24G", *flags]) == 0
+        return {line[:17].strip(): line[17:].strip() for line in capsys.readouterr().out.splitlines()}
+
+    one, two, sixteen, stages = rows(), rows("-tp", "2"), rows("-tp", "16"), rows("-tp", "2", "-pp", "4")
+    said = [next(v for k, v in part.items() if k.startswith("cache")) for part in (one, two, sixteen, stages)]
+    assert [value.split()[-2] for value in said] == ["128.0", "64.0", "16.0", "16.0"]  # eight heads, which sixteen keep twice
+    assert any("8: 4 x 2; the sizes below are those of each" in value for value in stages.values())
+    for flags, words in ((["-tp", "3"], "--tensor-parallel-size 3: 32 attention heads"), (["-pp", "33"], "the model has 32 layers")):
+        assert main(["plan", str(tmp_path), "--memory", "24G", *flags]) == 1
+        assert words in capsys.readouterr().err
+
+
 def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -219,6 +253,8 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "8.03 billion parameters" in out
     assert "128.0 KiB" in out
+    assert main(["plan", str(tmp_path / "config.json"), "--memory", "24G"]) == 0
+    assert capsys.readouterr().out == out
     assert main(["plan", str(tmp_path), "--memory", "16G", "--dtype", "float32"]) == 1
     assert "more are needed" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--memory", "18G", "--gpu-memory-utilization", "0.95", "--max-model-len", "1m"]) == 0

@@ -58,6 +58,12 @@ def test_what_cannot_be(device: DeviceInfo, settings: dict[str, Any], words: str
         make(device, **settings)
 
 
+def test_experts_are_dealt_out_to_the_ranks_of_a_layer_only() -> None:
+    said = "--enable-expert-parallel has no effect without --tensor-parallel-size"
+    assert any(w.startswith(said) for w in make(pipeline_parallel_size=2, enable_expert_parallel=True).warnings)
+    assert not any(w.startswith(said) for w in make(tensor_parallel_size=2, enable_expert_parallel=True).warnings)
+
+
 def test_ray_may_have_more_gpus_than_this_host() -> None:
     parallel = make(GPUS, tensor_parallel_size=4, distributed_executor_backend="ray", node_timeout=7).parallel
     assert (parallel.executor, parallel.nodes.timeout) == ("ray", 7)

@@ -50,14 +50,66 @@ def test_steps_in_flight(inflight: int) -> None:
 
 def test_tokens_do_not_depend_on_the_steps_in_flight_nor_on_the_budget() -> None:
     outcomes = []
-    for inflight, budget in ((0, 64), (1, 64), (2, 5), (0, 3), (1, 7)):
-        engine = Engine(inflight=inflight, budget=budget)
+    for inflight, budget, stages in ((0, 64, 1), (1, 64, 1), (2, 5, 1), (0, 3, 1), (1, 7, 1), (1, 64, 2), (2, 7, 2), (3, 64, 3)):
+        engine = Engine(inflight=inflight, budget=budget, stages=stages)
         for i in range(12):
             engine.add(f"r{i}", [*PROMPT[: i % 4 + 1], i + 2], max_tokens=5 + i, n=1 + i % 3)
         engine.run()
         engine.check_idle()
         outcomes.append({key: seen.tokens for key, seen in engine.seen.items()})
     assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_stages_share_the_decodes_evenly_however_requests_come(stages: int, overlap: int) -> None:
+    """No more steps a token than stages: each reads all weights anew."""
+    engine = Engine(FakeWorker(num_blocks=400, max_num_seqs=24), inflight=stages - 1 + overlap, stages=stages)
+    for i in range(24):
+        engine.add(f"r{i}", [i + 2, *PROMPT[: i % 5]], max_tokens=40, ignore_eos=True)
+        for _ in range(i % 3):
+            engine.step()
+    while sum(bool(seen.tokens) for seen in engine.seen.values()) < 24:
+        engine.step()
+    for _ in range(4 * stages):  # what was uneven has been made even
+        engine.step()
+    before, begin = len(engine.worker.plans), [len(engine.tokens(f"r{i}")) for i in range(24)]
+    while len(engine.worker.plans) < before + 5 * stages:
+        engine.step()
+    assert {len(plan.slots) for plan in engine.worker.plans[before:]} == {24 // stages}
+    got = [len(engine.tokens(f"r{i}")) - begin[i] for i in range(24)]
+    assert max(got) - min(got) <= 1 and min(got) >= 4, got
+    engine.run()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_first_stage_has_its_next_step_before_tokens_are_delivered(stages: int) -> None:
+    engine = Engine(inflight=stages, stages=stages)
+    engine.add("a", PROMPT, max_tokens=9, ignore_eos=True)
+    while not engine.step():
+        pass
+    for _ in range(7):
+        before = len(engine.worker.plans)
+        assert engine.step()
+        assert (len(engine.worker.plans), len(engine.core._flights)) == (before + 1, 1)
+    assert engine.step()  # the last
+    assert not engine.core.has_work()
+
+
+def test_a_prompt_is_computed_while_every_share_of_the_decodes_is_in_flight() -> None:
+    engine = Engine(inflight=2, stages=2)
+    for name in "ab":
+        engine.add(name, [ord(name) % 40, *PROMPT], max_tokens=30, ignore_eos=True)
+    while sum(bool(seen.tokens) for seen in engine.seen.values()) < 2:
+        engine.step()
+    while len(engine.core._flights) < 2:
+        engine.step()
+    engine.add("c", PROMPT, max_tokens=3, ignore_eos=True)
+    engine.step()
+    assert engine.worker.plans[-1].num_tokens == len(PROMPT)
+    engine.run()
+    engine.check_idle()
 
 
 @pytest.mark.parametrize("inflight", [0, 1, 2])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from octavo.config.types import EngineConfig
+from octavo.config.types import EngineConfig, NodesConfig, ParallelConfig
 from octavo.errors import ConfigError
 from octavo.worker import memory
 from octavo.worker.memory import Budget, CudaMemory, GraphMemory, cannot_allocate, cpu_budget, cuda_budget, size_cache
@@ -115,6 +115,8 @@ def test_cpu_budget_leaves_half_and_caps_the_default(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory, "host_memory", lambda **_: (2**35, 2**34))
     assert cpu_budget(config, 0, 0).cache == 4 * 2**30
     assert cpu_budget(engine_config(num_blocks=None, memory_bytes=7 * 2**30), 0, 0).cache == 2**34
+    several = dataclasses.replace(config, parallel=ParallelConfig(tensor=4, pipeline=2, data=3, nodes=NodesConfig(count=2)))
+    assert cpu_budget(several, 0, 0).cache == 2**33 // 12  # four ranks of each of three replicas are here
 
 
 def test_cpu_budget_within_a_limited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:

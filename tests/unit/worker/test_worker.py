@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead
 from octavo.executor.inline import InlineExecutor
@@ -280,3 +281,15 @@ def test_other_dtypes_run(dtype: Any) -> None:
     tokens, results = Driver(worker).generate(prompt_of(0, 9), 4, sampling=params(0, logprobs=1))
     assert len(tokens) == 4
     assert all(r.errors is None for r in results)
+
+
+def test_memory_that_all_ranks_but_one_have_in_vain_is_said() -> None:
+    """What another rank has is played: this one, with the least free, is number 3."""
+    free = small_config().device.free_bytes
+
+    def smallest(number: int) -> int:
+        return 2 * number if number < 0 else number
+
+    report = Worker(small_config(), lambda *_: None, ranks=Ranks(smallest=smallest, number=3)).ready_report
+    assert [w for w in report.warnings if w.startswith("The device of rank 3 had ") and format_bytes(2 * free) in w]
+    assert not any("The device of rank" in w for w in Worker(small_config(), lambda *_: None).ready_report.warnings)
