@@ -159,7 +159,7 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
 
 
 def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int64:
-    columns = np.zeros((ITEM_FIELDS, len(rows)), dtype=np.int64)
+    columns = np.zeros((ITEM_FIELDS, len(rows)), dtype=np.int32)
     columns[ROW], columns[LO], columns[HI], columns[CONTEXT], columns[HEAD] = rows, pieces.lo, pieces.hi, lens[rows], pieces.pair % heads
     return columns
 
