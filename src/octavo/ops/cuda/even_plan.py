@@ -158,7 +158,7 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     return _Pieces(owner, block, index, lo, hi, counts)
 
 
-def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int64:
+def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int32:
     columns = np.zeros((ITEM_FIELDS, len(rows)), dtype=np.int32)
     columns[ROW], columns[LO], columns[HI], columns[CONTEXT], columns[HEAD] = rows, pieces.lo, pieces.hi, lens[rows], pieces.pair % heads
     return columns
@@ -207,7 +207,7 @@ def _bundled(rows: Int64, lens: Int64, bundles: Bundles, capacity: EvenCapacity,
     return _packed(columns, pieces.block, members, int(places.sum()), capacity)
 
 
-def _packed(columns: Int64, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
+def _packed(columns: Int32, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
     leads = np.ones(len(block), dtype=np.bool_)
     np.not_equal(block[1:], block[:-1], out=leads[1:])
     place = np.where(leads, block, capacity.blocks - 1 + np.cumsum(~leads))
