@@ -117,8 +117,9 @@ def test_many_rows_and_what_the_kernel_does_not_take_go_to_triton() -> None:
     assert isinstance(few.capacity(1), EvenCapacity)
     assert isinstance(few.capacity(most), EvenCapacity)
     assert not isinstance(few.capacity(most + 1), EvenCapacity)
-    assert isinstance(decodes(dtype=FLOAT8).capacity(10 * most), EvenCapacity)
-    for other in (decodes(64), decodes(80), decodes(block=4), decodes(capped=True), decodes(64, dtype=FLOAT8)):
+    for head_dim in (64, 128):
+        assert isinstance(decodes(head_dim, dtype=FLOAT8).capacity(10 * most), EvenCapacity)
+    for other in (decodes(64), decodes(80), decodes(block=4), decodes(capped=True), decodes(80, dtype=FLOAT8)):
         assert not isinstance(other.capacity(1), EvenCapacity)
         assert isinstance(other.work(1, torch.zeros(other.capacity(1).size, dtype=torch.int32)), TritonDecodes)
 

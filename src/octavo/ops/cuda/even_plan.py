@@ -142,19 +142,28 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     share = max(-(-min_part // _TILE), -(-total // capacity.blocks), 1)
     bounds = np.arange(-(-total // share) + 1) * share
     bounds[-1] = total
+    cuts = bounds[1:-1]
     if near := share // 32:
-        pair = ends.searchsorted(bounds[1:-1])
-        before, behind = bounds[1:-1] - starts[pair], ends[pair] - bounds[1:-1]
-        bounds[1:-1] += behind * (behind <= near) - before * (before <= near)
-    first = bounds.searchsorted(starts, side="right") - 1
-    counts = bounds.searchsorted(ends) - first
-    owner, index = repeated(counts)
-    block = first[owner] + index
+        pair = ends.searchsorted(cuts)
+        before, behind = cuts - starts[pair], ends[pair] - cuts
+        cuts += behind * (behind <= near) - before * (before <= near)
+    # Cuts are few, pairs many: what begins a pair and what cuts one are merged, not looked up in each other.
+    pair = ends.searchsorted(cuts, side="right")
+    inside = cuts > np.append(starts, total)[pair]
+    within = pair[inside]
+    counts = np.bincount(within, minlength=len(starts)) + 1
+    owner = np.repeat(np.arange(len(starts)), counts)
+    begin = np.insert(starts, within + 1, cuts[inside])
+    place = np.arange(len(within))
+    index = np.zeros_like(owner)
+    index[within + place + 1] = place - within.searchsorted(within) + 1
+    # The first piece behind each cut: that which it makes, or the pair that it lies before.
+    firsts = pair + np.cumsum(inside)
+    block = np.cumsum(np.bincount(firsts[firsts < len(owner)], minlength=len(owner)))
     entry = owner // heads
-    start = starts[owner]
-    offset = entries.begins[entry] - _TILE * start
-    lo = offset + _TILE * np.maximum(start, bounds[block])
-    hi = np.minimum(offset + _TILE * bounds[block + 1], entries.ends[entry])
+    offset = entries.begins[entry] - _TILE * starts[owner]
+    lo = offset + _TILE * begin
+    hi = np.minimum(offset + _TILE * np.append(begin[1:], total), entries.ends[entry])
     return _Pieces(owner, block, index, lo, hi, counts)
 
 
