@@ -34,6 +34,8 @@ parts. `next` is where the block's next item is (0: nowhere); its first is at th
 `members` is not 0, the queries of that many rows attend; `row` is one of them, and `part` the place of the first in the list of members."""
 
 _TILE = 16
+_NEAR = 16
+"""Tiles that a cut is moved at most: reading so many takes about as long as adding up the parts of a row that is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +145,10 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     bounds = np.arange(-(-total // share) + 1) * share
     bounds[-1] = total
     cuts = bounds[1:-1]
-    if near := share // 32:
+    if near := min(share // 32, _NEAR):
         pair = ends.searchsorted(cuts)
         before, behind = cuts - starts[pair], ends[pair] - cuts
-        cuts += behind * (behind <= near) - before * (before <= near)
+        cuts += np.where(behind < before, behind * (behind <= near), -before * (before <= near))
     # Cuts are few, pairs many: what begins a pair and what cuts one are merged, not looked up in each other.
     pair = ends.searchsorted(cuts, side="right")
     inside = cuts > np.append(starts, total)[pair]
