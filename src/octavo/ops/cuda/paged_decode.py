@@ -220,7 +220,7 @@ def paged_decode(
 ) -> torch.Tensor:
     """As `ops.triton.paged_decode.paged_decode`, up to rounding. A float8 cache needs both scales; others have none.
 
-    The kernel before may have written what a row has in its last 16 positions; all other keys and values, the plan and the block
+    The kernel before may have written what a row has at its last position; all other keys and values, the plan and the block
     tables must be older.
     """
     packed = arguments(q, block_tables, workspace, out, scale=scale, sliding_window=sliding_window, k_scale=k_scale, v_scale=v_scale)
