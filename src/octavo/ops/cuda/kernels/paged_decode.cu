@@ -6,9 +6,8 @@
 //  * WARPS warps attend: each takes every WARPSth tile of 16 keys of an item. Keys are the rows of the tensor cores' first operand, the
 //    heads that share them the columns of the second: eight, not sixteen, are the least;
 //  * WARPS warps finish: they add up what those have of an item, in a fixed order, and where blocks share a row, the last of them adds up
-//    what all have.
-// Who attends and who finishes does it once for nothing at the start: instructions take a microsecond to come, which is then not where
-// keys are waited for, nor at the end, where all wait for it. For the same reason there are no branches for edges.
+//    what all have. What they do they do once for nothing at the start: its instructions take a microsecond to come, which is then not
+//    at the end, where all wait for it.
 // What is read in the ordinary way waits behind the copies that are under way, for up to 6 microseconds: so items and queries are read
 // ahead too, and who attends waits for nothing else.
 
@@ -160,7 +159,6 @@ UNROLL
 UNROLL
     for (int c = 0; c < 2; c++) sums.most[i][c] = -1.0e30f, sums.sum[i][c] = 0.0f;
   }
-  const bool real = item.row != NOBODY;
   const int tiles = tiles_of(item);
   const int seen_from = p.window > 0 ? item.context - p.window : 0;
   // Rows of 128 bytes, their 16-byte pieces exchanged by the row's number modulo 8. Lane 8 * i + j names row j of matrix i.
@@ -169,7 +167,7 @@ UNROLL
   for (; place.next < tiles; move_on(place)) {
     const int at = item.lo + 16 * place.next, slot = warp * STAGES + place.slot;
     const u32 stage = l.ring + slot * STAGE_BYTES;
-    if (real) wait_at(l.full + 8 * slot, place.round & 1);
+    wait_at(l.full + 8 * slot, place.round & 1);
     float scores[TILES][2][4];
 UNROLL
     for (int i = 0; i < TILES; i++)
@@ -192,6 +190,7 @@ UNROLL
     }
     float x[TILES][4];
     bool rises = false;
+    const bool edge = at + 16 > item.hi || at < seen_from;
 UNROLL
     for (int i = 0; i < TILES; i++)
 UNROLL
@@ -199,11 +198,11 @@ UNROLL
         x[i][e] = (scores[i][0][e] + scores[i][1][e]) * p.scale;
         // Anything may lie past the context, NaN included: such keys count for nothing, and so do their values.
         const int key = at + (lane >> 2) + 8 * (e >> 1);
-        if (key >= item.hi || key < seen_from) x[i][e] = -INFINITE;
+        if (edge && (key >= item.hi || key < seen_from)) x[i][e] = -INFINITE;
         // What all is measured by may be up to 2^8 too small: it follows only now and then.
         rises |= x[i][e] > sums.most[i][e & 1] + 8.0f;
       }
-    if (any_lane(rises || !real)) {
+    if (any_lane(rises)) {
 UNROLL
       for (int i = 0; i < TILES; i++)
 UNROLL
@@ -229,15 +228,17 @@ UNROLL
 UNROLL
       for (int h = 0; h < 2; h++) weights[i][h] = transpose(narrow2(x[i][2 * h], x[i][2 * h + 1]));
     }
+    if (edge) {
 UNROLL
-    for (int h = 0; h < 2; h++) {
-      const int left = item.hi - at - 8 * h - (lane & 3) * 2;
-      const u32 kept = (left > 0 ? 0xffffu : 0) | (left > 1 ? 0xffff0000u : 0);
+      for (int h = 0; h < 2; h++) {
+        const int left = item.hi - at - 8 * h - (lane & 3) * 2;
+        const u32 kept = (left > 0 ? 0xffffu : 0) | (left > 1 ? 0xffff0000u : 0);
 UNROLL
-      for (int s = 0; s < STEPS; s++) v[s][2 * h] &= kept, v[s][2 * h + 1] &= kept;
+        for (int s = 0; s < STEPS; s++) v[s][2 * h] &= kept, v[s][2 * h + 1] &= kept;
+      }
     }
     wait_for_loads(check, weights[0][0]);  // or what is copied next could overtake them
-    if (real && lane == 0) arrive_at(l.empty + 8 * slot);
+    if (lane == 0) arrive_at(l.empty + 8 * slot);
 UNROLL
     for (int s = 0; s < STEPS; s++)
 UNROLL
@@ -377,28 +378,24 @@ template <int TILES>
 INLINE void attend(const Queries& q, const Args& p, const Layout& l, const Item& item, Place& place, int n, int warp, int lane) {
   Sums<TILES> sums;
   attend_tiles<TILES>(sums, q, p, l, item, place, warp, lane);
-  const int buffer = n < 0 ? 0 : n % BUFFERS;
-  if (n >= 0) wait_at(l.taken + 8 * buffer, (n / BUFFERS & 1) ^ 1);
-  leave_in_shared<TILES>(sums, l, buffer, warp, lane);
+  wait_at(l.taken + 8 * (n % BUFFERS), (n / BUFFERS & 1) ^ 1);
+  leave_in_shared<TILES>(sums, l, n % BUFFERS, warp, lane);
   warp_barrier();
-  if (n >= 0 && lane == 0) arrive_at(l.ready + 8 * buffer);
-}
-
-// By their fields, so that both stay in registers.
-INLINE Item one_of(bool first, const Item& a, const Item& b) {
-  Item item = {};
-  item.row = first ? a.row : b.row, item.hi = first ? a.hi : b.hi, item.head = first ? a.head : b.head;
-  item.part = first ? a.part : b.part, item.members = first ? a.members : b.members;
-  return item;
+  if (lane == 0) arrive_at(l.ready + 8 * (n % BUFFERS));
 }
 
 INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
+  Item item = load_item(p, block_x()), following = {};
   if (p.early) release_dependents();
-  Item item = {NOBODY, 0, 16, 16, -1, 0, 1, 0, 0, 0}, following = load_item(p, block_x());
-  Place place = {0, 0, 0};
-  Queries q = {}, next_q = {};
-  for (int n = -1; item.hi > 0; n++) {
+  wait_for_inputs();
+  if (!p.early) release_dependents();
+  Place place = {0, 0, warp};
+  Queries q, next_q;
+  load_queries(q, p, item, lane);
+  if (item.next > 0) following = load_item(p, item.next);
+  for (int n = 0; item.hi > 0; n++) {
     Item second = {};
+    load_queries(next_q, p, following, lane);
     if (following.next > 0) second = load_item(p, following.next);
 #if BUNDLES && OWN_TILES == 1
     if (item.members * GROUP_PAD > 8) attend<2>(q, p, l, item, place, n, warp, lane);
@@ -406,23 +403,13 @@ INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
 #else
     attend<OWN_TILES>(q, p, l, item, place, n, warp, lane);
 #endif
-    if (n < 0) {
-      wait_for_inputs();
-      if (!p.early) release_dependents();
-      place = {0, 0, warp};
-    }
     item = following, following = second;
-    // An item ahead; at the start, twice.
-NO_UNROLL
-    for (int turn = n < 0 ? 0 : 1; turn < 2; turn++) {
 UNROLL
-      for (int i = 0; i < QUERY_TILES; i++)
+    for (int i = 0; i < QUERY_TILES; i++)
 UNROLL
-        for (int s = 0; s < STEPS; s++)
+      for (int s = 0; s < STEPS; s++)
 UNROLL
-          for (int h = 0; h < 2; h++) q[i][s][h] = next_q[i][s][h];
-      load_queries(next_q, p, one_of(turn == 0, item, following), lane);
-    }
+        for (int h = 0; h < 2; h++) q[i][s][h] = next_q[i][s][h];
   }
 }
 
