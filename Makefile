@@ -12,7 +12,9 @@ BIN := $(VENV)/bin
 LLAMA_CPP_PYTHON ?=
 OPENVINO_PYTHON ?=
 GPU_PYTHON ?= python3
+GPU_JOBS ?= 6
 GPU_SITE := .gpu
+GPU_NEEDS := msgspec pyzmq gguf pytest-xdist execnet
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat setup test lint format unit docs bench sanitize emulate-arm gpu-wheels gpu-site gpu-test gpu-bench gpu-bench-2 clean
@@ -88,15 +90,19 @@ bench: $(VENV)/.test
 
 # A GPU machine without network: fetch what it lacks beforehand, into a folder that travels with the tree.
 gpu-wheels: $(VENV)/.serve
-	$(BIN)/python -m pip install --quiet --upgrade --target $(GPU_SITE) --python-version 3.12 --only-binary=:all: --no-deps msgspec pyzmq gguf
+	$(BIN)/python -m pip install --quiet --upgrade --target $(GPU_SITE) --python-version 3.12 --only-binary=:all: --no-deps $(GPU_NEEDS)
 
 # What the GPU's python3 lacks, unless it came along (gpu-wheels).
 gpu-site:
-	@PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) -c "import msgspec, zmq, gguf" 2>/dev/null || \
-		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps msgspec pyzmq gguf
+	@PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import msgspec, zmq, gguf" 2>/dev/null || \
+		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps $(GPU_NEEDS)
 
+# Tests that want all of a GPU's memory come first. Then GPU_JOBS processes share it, or one has it, where pytest-xdist is not there.
+# 5: ARGS leave no test.
+gpu-test: GPU_SPREAD = $(shell PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import xdist" 2>/dev/null && echo --numprocesses=$(GPU_JOBS) --dist=worksteal)
 gpu-test: gpu-site
-	PYTHONPATH=src:$(GPU_SITE) $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda $(ARGS)
+	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m alone $(ARGS) || [ $$? -eq 5 ]
+	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" $(GPU_SPREAD) $(ARGS)
 
 gpu-bench: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py

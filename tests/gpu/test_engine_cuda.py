@@ -249,6 +249,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.alone
 def test_what_another_process_holds_is_left_to_it(folder: str) -> None:
     free, total = torch.cuda.mem_get_info()
     held = free - total // 10

@@ -108,7 +108,7 @@ def emulate_dense(
     out = torch.full((len(x), len(weight)), torch.nan, dtype=torch.float16 if form.half else torch.bfloat16)
     elements, tiles = dense.workspace_size(len(weight), tuning)
     workspace = SkinnyWorkspace.allocate(elements, tiles, x.device) if elements else None
-    run = emulated(dense.source(form, tuning, MACHINE.read_text()), tuning.name, 2)
+    run = emulated(dense.source(form, tuning, MACHINE.read_text()), dense.Program.name, 2)
     boxes = dense.boxes_of(x, tuning.rows, tuning.depth), dense.boxes_of(weight, tuning.columns, tuning.depth)
     run(dense.arguments(len(x), weight, form, bias, out, workspace, scales), *boxes, *dense.grid_of(len(weight), tuning, _SMS))
     assert workspace is None or not workspace.counters.any()
