@@ -34,6 +34,8 @@ parts. `next` is where the block's next item is (0: nowhere); its first is at th
 `members` is not 0, the queries of that many rows attend; `row` is one of them, and `part` the place of the first in the list of members."""
 
 _TILE = 16
+_NEXT_ITEM = 5
+"""Tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,12 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     starts = ends - tiles
     total = int(ends[-1]) if len(ends) else 0
     share = max(-(-min_part // _TILE), -(-total // capacity.blocks), 1)
+    if (parts := _one_each(tiles, share, capacity.blocks)) is not None:
+        owner, index = repeated(parts)
+        step = -(-tiles // parts)[owner]
+        lo = entries.begins[owner // heads] + _TILE * index * step
+        hi = np.minimum(lo + _TILE * step, entries.ends[owner // heads])
+        return _Pieces(owner, np.arange(len(owner)), index, lo, hi, parts)
     bounds = np.arange(-(-total // share) + 1) * share
     bounds[-1] = total
     if near := share // 32:
@@ -156,6 +164,19 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     lo = offset + _TILE * np.maximum(start, bounds[block])
     hi = np.minimum(offset + _TILE * bounds[block + 1], entries.ends[entry])
     return _Pieces(owner, block, index, lo, hi, counts)
+
+
+def _one_each(tiles: Int64, share: int, blocks: int) -> Int64 | None:
+    """Into how many equal parts each pair is cut, so that no block has two items: to go from one to the next takes as long as some tiles.
+    None where there are too many pairs, or their lengths differ too much.
+    """
+    most = share + _NEXT_ITEM
+    if not len(tiles) or len(tiles) > blocks or int(np.sum(-(-tiles // most))) > blocks:
+        return None
+    while int(np.sum(-(-tiles // share))) > blocks:
+        share += 1
+    parts = -(-tiles // share)
+    return -(-tiles // -(-tiles // parts))
 
 
 def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int64:
