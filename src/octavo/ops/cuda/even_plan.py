@@ -36,6 +36,8 @@ parts. `next` is where the block's next item is (0: nowhere); its first is at th
 _TILE = 16
 _NEAR = 16
 """Tiles that a cut is moved at most: reading so many takes about as long as adding up the parts of a row that is cut."""
+_NEXT_ITEM = 5
+"""Tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,12 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     starts = ends - tiles
     total = int(ends[-1]) if len(ends) else 0
     share = max(-(-min_part // _TILE), -(-total // capacity.blocks), 1)
+    if (parts := _one_each(tiles, share, capacity.blocks)) is not None:
+        owner, index = repeated(parts)
+        step = -(-tiles // parts)[owner]
+        lo = entries.begins[owner // heads] + _TILE * index * step
+        hi = np.minimum(lo + _TILE * step, entries.ends[owner // heads])
+        return _Pieces(owner, np.arange(len(owner)), index, lo, hi, parts)
     bounds = np.arange(-(-total // share) + 1) * share
     bounds[-1] = total
     cuts = bounds[1:-1]
@@ -167,6 +175,19 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     lo = offset + _TILE * begin
     hi = np.minimum(offset + _TILE * np.append(begin[1:], total), entries.ends[entry])
     return _Pieces(owner, block, index, lo, hi, counts)
+
+
+def _one_each(tiles: Int64, share: int, blocks: int) -> Int64 | None:
+    """Into how many equal parts each pair is cut, so that no block has two items: to go from one to the next takes as long as some tiles.
+    None where there are too many pairs, or their lengths differ too much.
+    """
+    most = share + _NEXT_ITEM
+    if not len(tiles) or len(tiles) > blocks or int(np.sum(-(-tiles // most))) > blocks:
+        return None
+    while int(np.sum(-(-tiles // share))) > blocks:
+        share += 1
+    parts = -(-tiles // share)
+    return -(-tiles // -(-tiles // parts))
 
 
 def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int32:

@@ -1,6 +1,6 @@
-"""Copies of whole cache blocks, of all layers in one launch.
+"""Copies of whole cache blocks, of all layers in two launches: to scratch memory and from there, so that a block may be both.
 
-torch divides an index into a tensor of more than 2^31 numbers into a launch a layer or so, and copies twice.
+torch divides an index into a tensor of more than 2^31 numbers into some launches a layer.
 """
 
 # Kernels are traced, not run: their arguments have no Python types.
@@ -16,14 +16,16 @@ _BYTES = 8192
 
 
 @triton.jit
-def _copy_kernel(cache_ptr, source_ptr, destination_ptr, layer_stride, SIZE: tl.constexpr, BYTES: tl.constexpr):
+def _copy_kernel(cache_ptr, places_ptr, scratch_ptr, layer_stride, SIZE: tl.constexpr, BYTES: tl.constexpr, FROM_CACHE: tl.constexpr):
     copy = tl.program_id(2)
-    source = tl.load(source_ptr + copy)
-    destination = tl.load(destination_ptr + copy)
+    layer = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BYTES + tl.arange(0, BYTES)
-    layer = cache_ptr + tl.program_id(1).to(tl.int64) * layer_stride
-    x = tl.load(layer + source * SIZE + i, mask=i < SIZE)
-    tl.store(layer + destination * SIZE + i, x, mask=i < SIZE)
+    in_cache = cache_ptr + layer * layer_stride + tl.load(places_ptr + copy) * SIZE + i
+    in_scratch = scratch_ptr + (layer * tl.num_programs(2) + copy) * SIZE + i
+    if FROM_CACHE:
+        tl.store(in_scratch, tl.load(in_cache, mask=i < SIZE), mask=i < SIZE)
+    else:
+        tl.store(in_cache, tl.load(in_scratch, mask=i < SIZE), mask=i < SIZE)
 
 
 def copy_blocks(cache: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -31,11 +33,13 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, destination: torch.Te
 
     Args:
         cache: [layers, 2, blocks, ...], contiguous.
-        source, destination: [copies] int64; no block is both, but for copies of one onto itself.
+        source, destination: [copies] int64.
     """
     raw = cache.view(torch.uint8).view(cache.shape[0] * 2, cache.shape[2], -1)
     size = raw.shape[2]
-    if len(source):
-        _copy_kernel[(triton.cdiv(size, _BYTES), len(raw), len(source))](
-            raw, source, destination, raw.stride(0), SIZE=size, BYTES=_BYTES, num_warps=4
-        )
+    if not len(source):
+        return
+    scratch = torch.empty(len(raw), len(source), size, dtype=torch.uint8, device=cache.device)
+    grid = (triton.cdiv(size, _BYTES), len(raw), len(source))
+    for places, from_cache in ((source, True), (destination, False)):
+        _copy_kernel[grid](raw, places, scratch, raw.stride(0), SIZE=size, BYTES=_BYTES, FROM_CACHE=from_cache, num_warps=4)
