@@ -94,13 +94,15 @@ gpu-wheels: $(VENV)/.serve
 
 # What the GPU's python3 lacks, unless it came along (gpu-wheels).
 gpu-site:
-	@PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import msgspec, zmq, gguf, xdist" 2>/dev/null || \
+	@PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import msgspec, zmq, gguf" 2>/dev/null || \
 		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps $(GPU_NEEDS)
 
-# GPU_JOBS processes share the GPU; afterwards those that want all of its memory, one at a time.
+# Tests that want all of a GPU's memory come first. Then GPU_JOBS processes share it, or one has it, where pytest-xdist is not there.
+# 5: ARGS leave no test.
+gpu-test: GPU_SPREAD = $(shell PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import xdist" 2>/dev/null && echo --numprocesses=$(GPU_JOBS) --dist=worksteal)
 gpu-test: gpu-site
-	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS)
-	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m alone
+	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m alone $(ARGS) || [ $$? -eq 5 ]
+	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" $(GPU_SPREAD) $(ARGS)
 
 gpu-bench: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py

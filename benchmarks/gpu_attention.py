@@ -42,7 +42,7 @@ from octavo.ops.cuda.chunk_plan import plan_chunks
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.cuda.even_plan import even_capacity, plan_even
 from octavo.ops.triton.decode_plan import Bundles, bundle_limit, bundle_rows, decode_capacity, plan_decode
-from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
+from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache, gather_cache, plan_gather
 from octavo.ops.triton.paged_decode import DecodeTuning, DecodeWorkspace, decode_tuning, paged_decode
 from octavo.ops.triton.paged_prefill import (
     GATHER_FROM,
@@ -372,6 +372,7 @@ class PrefillCase:
     head_dim: int = 128
     hot: bool = False
     """Timed between a layer's matmuls."""
+    cache_dtype: torch.dtype = torch.bfloat16
 
     def flops(self) -> float:
         pairs = sum(count * start + count * (count + 1) / 2 for start, count in zip(self.starts, self.counts, strict=True))
@@ -402,6 +403,24 @@ PREFILL_CASES = (
     PrefillCase("32 x 16", (0,) * 32, (16,) * 32),
     PrefillCase("0.6B 128 behind 2k", (2048,), (128,), heads=16),
     PrefillCase("70B, a rank of 8: 8k from 0", (0,), (8192,), heads=8, kv_heads=1),
+    *(
+        PrefillCase(f"fp8 {name}", (start,) * rows, (count,) * rows, cache_dtype=FLOAT8)
+        for name, rows, start, count in (
+            ("8k from 0", 1, 0, 8192),
+            ("2k from 0", 1, 0, 2048),
+            ("2k behind 8k", 1, 8192, 2048),
+            ("512 behind 8k", 1, 8192, 512),
+            ("256 behind 8k", 1, 8192, 256),
+            ("128 behind 8k", 1, 8192, 128),
+            ("64 behind 16k", 1, 16384, 64),
+            ("32 behind 8k", 1, 8192, 32),
+            ("16 behind 8k", 1, 8192, 16),
+            ("8 x 20 behind 2k", 8, 2048, 20),
+            ("14 x 560", 14, 0, 560),
+            ("16 x 200", 16, 0, 200),
+            ("32 x 64", 32, 0, 64),
+        )
+    ),
     PrefillCase("4k from 0, dim 64", (0,), (4096,), head_dim=64),
     PrefillCase("4k from 0, dim 256", (0,), (4096,), heads=16, kv_heads=4, head_dim=256),
 )
@@ -431,10 +450,11 @@ class PlannedPrefill:
 
 
 def form_of_prefill(case: PrefillCase) -> cuda_prefill.Form | None:
-    """Of the kernel in CUDA C++, where it runs and takes the case."""
+    """Of the kernel in CUDA C++, where it runs and takes the case: over a float8 cache once it is gathered."""
     if architecture(torch.device("cuda", 0)) is None:
         return None
-    return cuda_prefill.form_of(torch.bfloat16, torch.bfloat16, case.head_dim, BLOCK, case.kv_heads, case.heads // case.kv_heads)
+    block = LINE_ALIGNMENT if case.cache_dtype == FLOAT8 else BLOCK
+    return cuda_prefill.form_of(torch.bfloat16, torch.bfloat16, case.head_dim, block, case.kv_heads, case.heads // case.kv_heads)
 
 
 def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
@@ -443,6 +463,13 @@ def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
     scale = case.head_dim**-0.5
     found: list[PlannedPrefill] = []
     form, wins = form_of_prefill(case), False
+    gather_plan = plan_gather(starts + counts)
+    gathered_cache = GatheredCache.allocate(case.kv_heads, gather_plan.tokens, case.head_dim, torch.bfloat16, DEVICE)
+    chunks, gathered_starts = (torch.from_numpy(a).to(DEVICE) for a in (gather_plan.chunks, gather_plan.starts))
+    gathered_tables = torch.from_numpy(gather_plan.tables()).to(DEVICE)
+    float8 = case.cache_dtype == FLOAT8
+    ones = torch.ones(1, device=DEVICE) if float8 else None
+    scales = {"k_scale": ones, "v_scale": ones}
     if form is not None:
         plan_chunks(starts, counts, 0, form.tokens, form.kv_heads, sms)
         begin = time.perf_counter()
@@ -451,13 +478,17 @@ def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
         chunk_items, wins = torch.from_numpy(plan).to(DEVICE), cuda_prefill.wins(form)
         parts = cuda_prefill.Parts.allocate(form, sms, DEVICE)
 
+        if float8:
+            wins = wins and queries_per_key(starts, counts) >= cuda_prefill.GATHER_FROM
+
         def run_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: torch.Tensor, out: torch.Tensor) -> None:
+            if float8:
+                gather_cache(k, v, t, chunks, gathered_cache, **scales)
+                k, v = gathered_cache.pages()
+                t = gathered_tables
             cuda_prefill.paged_prefill(q, k, v, t, chunk_items, parts, out, form, scale=scale)
 
         found.append(PlannedPrefill("cuda", wins, run_cuda, plan_us, {"tokens": form.tokens, "slots": form.slots}))
-    gather_plan = plan_gather(starts + counts)
-    gathered_cache = GatheredCache.allocate(case.kv_heads, gather_plan.tokens, case.head_dim, torch.bfloat16, DEVICE)
-    chunks, gathered_starts = (torch.from_numpy(a).to(DEVICE) for a in (gather_plan.chunks, gather_plan.starts))
     for i, (tuning, gathered) in enumerate(prefill_variants(case, tune)):
         begin = time.perf_counter()
         items_plan = plan_prefill(starts, counts, 0, tuning.tokens_per_tile(case.heads // case.kv_heads), case.kv_heads, sms)
@@ -476,7 +507,7 @@ def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
             tuning: PrefillTuning = tuning,
             gathered: bool = gathered,
         ) -> None:
-            options: dict[str, Any] = {"scale": scale, "tuning": tuning}
+            options: dict[str, Any] = {"scale": scale, "tuning": tuning, **scales}
             if gathered:
                 gather_cache(k, v, t, chunks, gathered_cache)
                 options |= {"gathered": gathered_cache, "gathered_starts": gathered_starts}
@@ -489,7 +520,7 @@ def planned_prefills(case: PrefillCase, tune: bool) -> list[PlannedPrefill]:
 def bench_prefill(case: PrefillCase, tune: bool) -> list[dict[str, object]]:
     table, num_blocks = tables(np.array(case.starts) + np.array(case.counts))
     shape = (num_blocks, case.kv_heads, BLOCK, case.head_dim)
-    caches = [(random_cache(shape, torch.bfloat16), random_cache(shape, torch.bfloat16)) for _ in range(4)]
+    caches = [(random_cache(shape, case.cache_dtype), random_cache(shape, case.cache_dtype)) for _ in range(4)]
     q = torch.randn(sum(case.counts), case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
     checked = min(case.counts[0], 256)
     skipped = case.counts[0] - checked
@@ -541,13 +572,14 @@ def compile_decode(case: DecodeCase, tuning: DecodeTuning) -> None:
 def compile_prefill(case: PrefillCase, tuning: PrefillTuning, gathers: bool) -> None:
     """As `compile_decode`."""
     table, num_blocks = tables(np.array([32], dtype=np.int32))
-    key, value = (random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), torch.bfloat16) for _ in range(2))
+    key, value = (random_cache((num_blocks, case.kv_heads, BLOCK, case.head_dim), case.cache_dtype) for _ in range(2))
     q = torch.randn(1, case.heads, case.head_dim, device=DEVICE, dtype=torch.bfloat16)
     workspace = PrefillWorkspace.allocate(case.kv_heads, case.head_dim, 8, DEVICE, max_rows=256)
     one = np.ones(1, dtype=np.int32)
     items = prefill_items(plan_prefill(one - 1, one, 0, 16, case.kv_heads, 8), DEVICE)
     gathered = GatheredCache.allocate(case.kv_heads, 128, case.head_dim, torch.bfloat16, DEVICE) if gathers else None
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE) if gathers else None
+    ones = torch.ones(1, device=DEVICE) if case.cache_dtype == FLOAT8 else None
     with contextlib.suppress(triton.runtime.errors.OutOfResources):
         paged_prefill(
             q,
@@ -561,6 +593,8 @@ def compile_prefill(case: PrefillCase, tuning: PrefillTuning, gathers: bool) -> 
             tuning=tuning,
             gathered=gathered,
             gathered_starts=starts,
+            k_scale=ones,
+            v_scale=ones,
         )
 
 
@@ -581,7 +615,10 @@ def compile_all(tune: bool, only: str) -> None:
             if (prefill_form := form_of_prefill(prefill)) is not None:
                 compiled.prepare(prefill_form, torch.device("cuda", 0))
             for tuning, gathers in prefill_variants(prefill, tune):
-                jobs[f"p {prefill.heads} {prefill.head_dim} {tuning} {gathers}"] = (compile_prefill, (prefill, tuning, gathers))
+                jobs[f"p {prefill.heads} {prefill.head_dim} {prefill.cache_dtype} {tuning} {gathers}"] = (
+                    compile_prefill,
+                    (prefill, tuning, gathers),
+                )
     with multiprocessing.get_context("spawn").Pool(min(len(jobs), max(1, (os.cpu_count() or 2) - 1))) as pool:
         for job in [pool.apply_async(call, arguments) for call, arguments in jobs.values()]:
             job.get()

@@ -1,6 +1,7 @@
 """`Chunks`: which kernel attends to the prompt chunks of a step, and the plans that it takes.
 
-CUDA C++ (`ops.cuda.paged_prefill`) where it runs, takes the layers and is known to be the faster one; all else: Triton.
+CUDA C++ (`ops.cuda.paged_prefill`) where it runs, takes the layers and is known to be the faster one; all else: Triton. The former reads
+16-bit pages: those of a float8 cache are gathered into such first, where enough queries look at each key and the step is not captured.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 
 from octavo.attention.base import GraphShape
 from octavo.attention.decodes import Geometry, LayerCache
+from octavo.attention.kv_calibration import FLOAT8
+from octavo.attention.paged_cache import ScaleOfLayer
 from octavo.ops.cuda import chunk_plan, compiled
 from octavo.ops.cuda import paged_prefill as cuda
 from octavo.ops.cuda.compiler import architecture
-from octavo.ops.triton.gather_cache import GatheredCache, gather_cache, plan_gather
+from octavo.ops.triton.gather_cache import LINE_ALIGNMENT, GatheredCache, GatherPlan, gather_cache, plan_gather
 from octavo.ops.triton.launch import compiles_only, sm_count
 from octavo.ops.triton.paged_prefill import (
     GATHER_FROM,
@@ -80,11 +83,29 @@ class CudaChunks:
 
 
 @dataclass(frozen=True)
+class GatheredChunks:
+    """A step's chunks over a float8 cache, whose keys and values become 16-bit pages for the kernel in CUDA C++."""
+
+    chunks: CudaChunks
+    lines: torch.Tensor
+    """What to gather."""
+    tables: torch.Tensor
+    """The block tables of what was."""
+    gathered: GatheredCache
+
+    def attend(self, q: torch.Tensor, cache: LayerCache, block_tables: torch.Tensor, out: torch.Tensor) -> None:
+        scales = cache.stored
+        gather_cache(cache.keys, cache.values, block_tables, self.lines, self.gathered, k_scale=scales.k, v_scale=scales.v)
+        keys, values = self.gathered.pages()
+        self.chunks.attend(q, LayerCache(cache.spec, keys, values, ScaleOfLayer(None, None)), self.tables, out)
+
+
+@dataclass(frozen=True)
 class ChunkDraft:
     """A plan on its way to the device."""
 
     arrays: list[Int32]
-    finish: Callable[[list[torch.Tensor]], TritonChunks | CudaChunks]
+    finish: Callable[[list[torch.Tensor]], TritonChunks | CudaChunks | GatheredChunks]
     """Takes `arrays` on the device."""
 
 
@@ -118,12 +139,23 @@ class Chunks:
         self._g, self._device, self._gathered = g, device, gathered
         self._sms = sm_count(device)
         self._form = cuda_form(g, dtype, model_dtype, block_size, device)
-        if self._form is not None:
-            compiled.prepare(self._form, device)
+        self._gathered_form = None
+        """Of the kernel over gathered pages."""
+        if gathered is not None and dtype == FLOAT8:
+            self._gathered_form = cuda_form(g, model_dtype, model_dtype, LINE_ALIGNMENT, device)
+        for form in (self._form, self._gathered_form):
+            if form is not None:
+                compiled.prepare(form, device)
 
     @functools.cached_property
     def _compiled(self) -> cuda.Form | None:
-        form = self._form
+        return self._when_ready(self._form)
+
+    @functools.cached_property
+    def _compiled_for_gathered(self) -> cuda.Form | None:
+        return self._when_ready(self._gathered_form)
+
+    def _when_ready(self, form: cuda.Form | None) -> cuda.Form | None:
         return form if form is not None and compiled.Kind("prompt attention").finish_preparing([form], self._device) else None
 
     # Buffers are made when they are first asked for: only one kind of them is.
@@ -134,8 +166,9 @@ class Chunks:
 
     @functools.cached_property
     def _parts(self) -> cuda.Parts:
-        assert self._form is not None
-        return cuda.Parts.allocate(self._form, self._sms, self._device)
+        form = self._form or self._gathered_form
+        assert form is not None
+        return cuda.Parts.allocate(form, self._sms, self._device)
 
     # Eager steps
 
@@ -148,7 +181,11 @@ class Chunks:
         reuse = queries_per_key(start, count)
         lines = plan_gather(start + count)
         gathered = self._gathered
-        if gathered is not None and (reuse < GATHER_FROM or lines.tokens > gathered.keys.shape[1]):
+        if gathered is not None and lines.tokens > gathered.keys.shape[1]:
+            gathered = None
+        if gathered is not None and reuse >= cuda.GATHER_FROM and self._compiled_for_gathered is not None:
+            return self._gathered_draft(start, count, first_token, lines, gathered, self._compiled_for_gathered)
+        if reuse < GATHER_FROM:
             gathered = None
         tuning = prefill_tuning(g.head_dim, g.group, int(count.max()), reuse, gathered=gathered is not None)
         items = self._items(start, count, first_token, tuning)
@@ -158,6 +195,15 @@ class Chunks:
         return ChunkDraft(
             arrays, lambda on_device: TritonChunks(on_device[0], tuning, self._workspace, on_device[1], on_device[2], gathered)
         )
+
+    def _gathered_draft(
+        self, start: Int32, count: Int32, first_token: int, lines: GatherPlan, gathered: GatheredCache, form: cuda.Form
+    ) -> ChunkDraft:
+        def finish(on_device: list[torch.Tensor]) -> GatheredChunks:
+            items, chunks, tables = on_device[:3]
+            return GatheredChunks(CudaChunks(items, self._parts, form), chunks, tables, gathered)
+
+        return ChunkDraft([self._cuda_items(start, count, first_token, form), lines.chunks, lines.tables()], finish)
 
     def _items(self, start: Int32, count: Int32, first_token: int, tuning: PrefillTuning) -> Int32:
         g = self._g

@@ -16,6 +16,7 @@ from octavo.attention.kinds import CacheKinds
 from octavo.attention.kv_calibration import FLOAT8, LARGEST_FLOAT8, KvCalibration
 from octavo.layers.attention import QkNorm
 from octavo.layers.rope import Rotation
+from octavo.ops.triton.copy_blocks import copy_blocks
 from octavo.ops.triton.rope_cache import rope_cache
 
 
@@ -90,8 +91,7 @@ class PagedCache:
         """See `AttentionBackend.copy_blocks`."""
         for kind, whole in self._allocations:
             source, destination = self.kinds.copies(kind, src, dst)
-            raw = whole.view(torch.uint8) if self.dtype == FLOAT8 else whole
-            raw.index_copy_(2, destination, raw.index_select(2, source))
+            copy_blocks(whole, source, destination)
             if self.calibration is not None:
                 self.calibration.copied(kind, source, destination)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import Attend, GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
-from octavo.attention.chunks import ChunkDraft, Chunks, CudaChunks, TritonChunks, cuda_form
+from octavo.attention.chunks import ChunkDraft, Chunks, CudaChunks, GatheredChunks, TritonChunks, cuda_form
 from octavo.attention.decodes import CudaDecodes, Decodes, Geometry, LayerCache, TritonDecodes
 from octavo.attention.kinds import CacheKinds, SlidingBlocks
 from octavo.attention.kv_calibration import FLOAT8, KvCalibration
@@ -38,7 +38,7 @@ class LayerWork:
     """A step, seen by the layers of one geometry."""
 
     decodes: TritonDecodes | CudaDecodes | None
-    chunks: TritonChunks | CudaChunks | None
+    chunks: TritonChunks | CudaChunks | GatheredChunks | None
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def _parse_ids(ids: Any) -> list[int]:
             param="prompt",
         )
     values = ids.tolist() if hasattr(ids, "tolist") else ids  # numpy arrays and tensors
+    if isinstance(values, list) and set(map(type, values)) <= {int}:
+        return values.copy()  # Nearly always; the rest takes a millisecond for 4,000 tokens.
     for value in values:
         if not _is_integer(value):
             raise InvalidRequest(f"Token ids must be integers, got {value!r}.", param="prompt")

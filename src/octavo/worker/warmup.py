@@ -35,9 +35,11 @@ def every_feature(vocab_size: int) -> SamplingParams:
 
 
 def made_up_step(counts: list[int], sampling: SamplingParams, *, start: int = 0) -> StepPlan:
-    """A step of fresh requests in slots 0, 1, ...: `counts` tokens each from position `start`, all sampled."""
+    """A step of fresh requests in slots 0, 1, ...: `counts` tokens each from position `start`, all sampled. Behind others a block is
+    copied, as where a prefix ends within one: the null block, onto itself."""
     rows = len(counts)
     nothing: Int32 = np.zeros(0, np.int32)
+    copied: Int32 = np.zeros(min(start, 1), np.int32)
     init = [
         SlotInit(
             slot=slot,
@@ -62,8 +64,8 @@ def made_up_step(counts: list[int], sampling: SamplingParams, *, start: int = 0)
         table_slots=nothing,
         table_index=nothing,
         table_blocks=nothing,
-        copy_src=nothing,
-        copy_dst=nothing,
+        copy_src=copied,
+        copy_dst=copied,
         num_tokens=int(count.sum()),
         max_context=start + int(count.max()),
     )

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from octavo.attention import chunks as module
-from octavo.attention.base import GraphShape, LayerSpec, StepBatch
-from octavo.attention.chunks import Chunks, CudaChunks, TritonChunks
+from octavo.attention.base import GraphShape, KvScales, LayerSpec, StepBatch
+from octavo.attention.chunks import Chunks, CudaChunks, GatheredChunks, TritonChunks
 from octavo.attention.decodes import Geometry
 from octavo.attention.paged_cache import ScaleOfLayer
 from octavo.attention.triton import TritonAttention
@@ -22,6 +22,7 @@ from tests.support.paged_batches import step_batch
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HALF = torch.float16
+FLOAT8 = torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, BLOCK = 8, 2, 128, 16
 
 
@@ -51,7 +52,7 @@ def chunks(
     return Chunks(Geometry(HEADS, KV_HEADS, head_dim, window, capped, 0), dtype, HALF, block, DEVICE, None)
 
 
-def draft(of: Chunks, start: list[int], count: list[int]) -> CudaChunks | TritonChunks:
+def draft(of: Chunks, start: list[int], count: list[int]) -> CudaChunks | TritonChunks | GatheredChunks:
     plan = of.draft(np.array(start, np.int32), np.array(count, np.int32), 0)
     return plan.finish([torch.from_numpy(a).to(DEVICE) for a in plan.arrays])
 
@@ -75,6 +76,34 @@ def test_a_step_of_decodes_and_prompts() -> None:
     attend = attention.plan(batch)
     assert isinstance(attend.work[0].chunks, CudaChunks)  # type: ignore[attr-defined]
     assert relative_error(attend(0, case.q, k, v), attention_reference(case, scale=DIM**-0.5)) < 2e-3
+
+
+@pytest.mark.parametrize("of_heads", [False, True])
+def test_prompts_over_a_float8_cache_are_gathered_for_the_kernel(of_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    monkeypatch.setattr("octavo.attention.triton.overlap_supported", lambda device: True)
+    starts, counts = [30, 77, 0, 100, 5], [1, 1, 300, 140, 20]
+    case = paged_case(starts, counts, HEADS, KV_HEADS, DIM, device=DEVICE, dtype=HALF, cache_dtype=FLOAT8)
+    scales = KvScales(*torch.tensor([[0.5, 2.0], [0.25, 4.0]] if of_heads else [[0.5], [4.0]], device=DEVICE))
+    layers = (LayerSpec(HEADS, KV_HEADS, DIM, DIM**-0.5),)
+    attention = TritonAttention(layers, len(case.key_cache), BLOCK, FLOAT8, DEVICE, model_dtype=HALF, scales={0: scales}, max_gathered=1024)
+    keys, values = attention.cache.of(0)
+    keys.copy_(case.key_cache)
+    values.copy_(case.value_cache)
+    batch = step_batch(starts, counts, case.block_tables.cpu(), BLOCK)
+    batch = StepBatch(**{n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in vars(batch).items()})
+    attend = attention.plan(batch)
+    work = attend.work[0]  # type: ignore[attr-defined]
+    assert isinstance(work.chunks, GatheredChunks)
+    out = attention.run(0, work, case.q, batch.block_tables, batch.block_tables[2:], 2)
+    expected = attention_reference(case, scale=DIM**-0.5, k_scale=scales.k.expand(KV_HEADS), v_scale=scales.v.expand(KV_HEADS))
+    for head in range(HEADS):
+        assert relative_error(out[:, head], expected[:, head]) < 2e-3
+    tables = torch.zeros(2, 80, dtype=torch.int32)
+    many = step_batch([0, 0], [900, 300], tables, BLOCK)
+    assert isinstance(attention.plan(many).work[0].chunks, TritonChunks), "more than there is room for"  # type: ignore[attr-defined]
+    few = step_batch([900], [20], tables[:1], BLOCK)
+    assert isinstance(attention.plan(few).work[0].chunks, TritonChunks), "not worth it"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("triton", [False, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.attention import decodes as module
-from octavo.attention.base import GraphShape, KindTables, LayerSpec, SharedPrefixes, StepBatch
+from octavo.attention.base import GraphShape, KindTables, KvScales, LayerSpec, SharedPrefixes, StepBatch
 from octavo.attention.decodes import CudaDecodes, Decodes, Geometry, TritonDecodes
 from octavo.attention.triton import TritonAttention
 from octavo.ops.cuda.compiler import CompilerError
@@ -20,7 +20,9 @@ from tests.support.cuda_emulator import COMPILER, MACHINE, emulated
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HALF = torch.bfloat16
+FLOAT8 = torch.float8_e4m3fn
 BLOCK, SHARED = 16, 512
+SCALES = KvScales(torch.tensor([0.5, 2.0]), torch.tensor([0.25, 4.0]))
 CONTEXTS = np.array([530, 300, 700, 601], np.int32)
 """Rows 0, 2 and 3 have their first blocks in common."""
 TOLD = SharedPrefixes(np.array([1, 3, 0, 2], np.int32), np.array([0, 0, SHARED, SHARED], np.int32))
@@ -35,9 +37,9 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, workspace: EvenWorkspace, out: torch.Tensor, form: Form,
-        *, scale: float, sliding_window: int | None,
+        *, scale: float, sliding_window: int | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        packed = arguments(q, tables, workspace, out, scale=scale, sliding_window=sliding_window)
+        packed = arguments(q, tables, workspace, out, scale=scale, sliding_window=sliding_window, k_scale=k_scale, v_scale=v_scale)
         kernel = emulated(source(form, MACHINE.read_text()), "paged_decode", 2)
         kernel(packed, boxes_of(k), boxes_of(v), workspace.capacity.blocks, 1, 1)
 
@@ -47,10 +49,12 @@ def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.cuda, "paged_decode", run)
 
 
-def backend_and_tables(window: int | None) -> tuple[TritonAttention, torch.Tensor]:
+def backend_and_tables(window: int | None, dtype: torch.dtype = HALF) -> tuple[TritonAttention, torch.Tensor]:
     needed = -(-CONTEXTS // BLOCK)
-    attention = TritonAttention((LayerSpec(8, 2, 128, 128**-0.5, sliding_window=window),), int(needed.sum()) + 1, BLOCK, HALF, DEVICE)
-    attention.cache.of(0).normal_()
+    layers = (LayerSpec(8, 2, 128, 128**-0.5, sliding_window=window),)
+    attention = TritonAttention(layers, int(needed.sum()) + 1, BLOCK, dtype, DEVICE, model_dtype=HALF, scales={0: SCALES})
+    cache = attention.cache.of(0)
+    cache.copy_(torch.randn(cache.shape, device=DEVICE).to(dtype))
     tables, used = torch.zeros(len(CONTEXTS), int(needed.max()) + 4, dtype=torch.int32), 1
     for row, blocks in enumerate(needed.tolist()):
         tables[row, :blocks] = torch.arange(used, used + blocks)
@@ -63,7 +67,10 @@ def backend_and_tables(window: int | None) -> tuple[TritonAttention, torch.Tenso
 def expected(attention: TritonAttention, tables: torch.Tensor, q: torch.Tensor, window: int | None) -> torch.Tensor:
     rows = []
     for row, context in enumerate(CONTEXTS.tolist()):
-        k, v = (c[tables[row].long()].double().transpose(0, 1).flatten(1, 2)[:, :context] for c in attention.cache.of(0))
+        stored, scales = attention.cache.of(0).double(), attention.cache.scale(0)
+        k, v = (c[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, :context] for c in stored)
+        if scales.k is not None and scales.v is not None:
+            k, v = k * scales.k.double()[:, None, None], v * scales.v.double()[:, None, None]
         begin = 0 if window is None else max(0, context - window)
         grouped = q[row].double().view(2, 4, 128)
         scores = torch.einsum("hgd,hsd->hgs", grouped, k[:, begin:]) * 128**-0.5
@@ -74,9 +81,10 @@ def expected(attention: TritonAttention, tables: torch.Tensor, q: torch.Tensor, 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("shared", [None, TOLD], ids=["apart", "together"])
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_backends_decodes(window: int | None, shared: SharedPrefixes | None, captured: bool) -> None:
+@pytest.mark.parametrize("dtype", [HALF, FLOAT8], ids=str)
+def test_a_backends_decodes(window: int | None, shared: SharedPrefixes | None, captured: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    attention, tables = backend_and_tables(window)
+    attention, tables = backend_and_tables(window, dtype)
     start = CONTEXTS - 1
     q = torch.randn(len(CONTEXTS), 8, 128, device=DEVICE).to(HALF)
     k, v = torch.randn(2, len(CONTEXTS), 2, 128, device=DEVICE).to(HALF)
@@ -109,7 +117,9 @@ def test_many_rows_and_what_the_kernel_does_not_take_go_to_triton() -> None:
     assert isinstance(few.capacity(1), EvenCapacity)
     assert isinstance(few.capacity(most), EvenCapacity)
     assert not isinstance(few.capacity(most + 1), EvenCapacity)
-    for other in (decodes(64), decodes(80), decodes(block=4), decodes(capped=True), decodes(dtype=torch.float8_e4m3fn)):
+    for head_dim in (64, 128):
+        assert isinstance(decodes(head_dim, dtype=FLOAT8).capacity(10 * most), EvenCapacity)
+    for other in (decodes(64), decodes(80), decodes(block=4), decodes(capped=True), decodes(80, dtype=FLOAT8)):
         assert not isinstance(other.capacity(1), EvenCapacity)
         assert isinstance(other.work(1, torch.zeros(other.capacity(1).size, dtype=torch.int32)), TritonDecodes)
 

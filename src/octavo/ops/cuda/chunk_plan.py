@@ -75,7 +75,7 @@ def _repeated(counts: Int64) -> tuple[Int64, Int64]:
 def _parts(tiles: Int64, kv_heads: int, sms: int) -> Int64:
     """Into how many parts each item is best cut, of those that the longest SM is done soonest with."""
     whole = np.ones_like(tiles)
-    if len(tiles) * kv_heads >= _ENOUGH * sms or not len(tiles):
+    if len(tiles) * kv_heads >= _ENOUGH * sms or int(tiles.max(initial=0)) <= _LEAST_PART:
         return whole
     total, best, least = int(tiles.sum()) * kv_heads, whole, _longest(tiles, whole, kv_heads, sms)
     for share in sorted({max(_LEAST_PART, int(-(-part * total // sms))) for part in _SHARES}):

@@ -34,6 +34,10 @@ parts. `next` is where the block's next item is (0: nowhere); its first is at th
 `members` is not 0, the queries of that many rows attend; `row` is one of them, and `part` the place of the first in the list of members."""
 
 _TILE = 16
+_NEAR = 16
+"""Tiles that a cut is moved at most: reading so many takes about as long as adding up the parts of a row that is cut."""
+_NEXT_ITEM = 5
+"""Tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,26 +144,54 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
     starts = ends - tiles
     total = int(ends[-1]) if len(ends) else 0
     share = max(-(-min_part // _TILE), -(-total // capacity.blocks), 1)
+    if (parts := _one_each(tiles, share, capacity.blocks)) is not None:
+        owner, index = repeated(parts)
+        step = -(-tiles // parts)[owner]
+        lo = entries.begins[owner // heads] + _TILE * index * step
+        hi = np.minimum(lo + _TILE * step, entries.ends[owner // heads])
+        return _Pieces(owner, np.arange(len(owner)), index, lo, hi, parts)
     bounds = np.arange(-(-total // share) + 1) * share
     bounds[-1] = total
-    if near := share // 32:
-        pair = ends.searchsorted(bounds[1:-1])
-        before, behind = bounds[1:-1] - starts[pair], ends[pair] - bounds[1:-1]
-        bounds[1:-1] += behind * (behind <= near) - before * (before <= near)
-    first = bounds.searchsorted(starts, side="right") - 1
-    counts = bounds.searchsorted(ends) - first
-    owner, index = repeated(counts)
-    block = first[owner] + index
+    cuts = bounds[1:-1]
+    if near := min(share // 32, _NEAR):
+        pair = ends.searchsorted(cuts)
+        before, behind = cuts - starts[pair], ends[pair] - cuts
+        cuts += np.where(behind < before, behind * (behind <= near), -before * (before <= near))
+    # Cuts are few, pairs many: what begins a pair and what cuts one are merged, not looked up in each other.
+    pair = ends.searchsorted(cuts, side="right")
+    inside = cuts > np.append(starts, total)[pair]
+    within = pair[inside]
+    counts = np.bincount(within, minlength=len(starts)) + 1
+    owner = np.repeat(np.arange(len(starts)), counts)
+    begin = np.insert(starts, within + 1, cuts[inside])
+    place = np.arange(len(within))
+    index = np.zeros_like(owner)
+    index[within + place + 1] = place - within.searchsorted(within) + 1
+    # The first piece behind each cut: that which it makes, or the pair that it lies before.
+    firsts = pair + np.cumsum(inside)
+    block = np.cumsum(np.bincount(firsts[firsts < len(owner)], minlength=len(owner)))
     entry = owner // heads
-    start = starts[owner]
-    offset = entries.begins[entry] - _TILE * start
-    lo = offset + _TILE * np.maximum(start, bounds[block])
-    hi = np.minimum(offset + _TILE * bounds[block + 1], entries.ends[entry])
+    offset = entries.begins[entry] - _TILE * starts[owner]
+    lo = offset + _TILE * begin
+    hi = np.minimum(offset + _TILE * np.append(begin[1:], total), entries.ends[entry])
     return _Pieces(owner, block, index, lo, hi, counts)
 
 
-def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int64:
-    columns = np.zeros((ITEM_FIELDS, len(rows)), dtype=np.int64)
+def _one_each(tiles: Int64, share: int, blocks: int) -> Int64 | None:
+    """Into how many equal parts each pair is cut, so that no block has two items: to go from one to the next takes as long as some tiles.
+    None where there are too many pairs, or their lengths differ too much.
+    """
+    most = share + _NEXT_ITEM
+    if not len(tiles) or len(tiles) > blocks or int(np.sum(-(-tiles // most))) > blocks:
+        return None
+    while int(np.sum(-(-tiles // share))) > blocks:
+        share += 1
+    parts = -(-tiles // share)
+    return -(-tiles // -(-tiles // parts))
+
+
+def _columns(pieces: _Pieces, rows: Int64, lens: Int64, heads: int) -> Int32:
+    columns = np.zeros((ITEM_FIELDS, len(rows)), dtype=np.int32)
     columns[ROW], columns[LO], columns[HI], columns[CONTEXT], columns[HEAD] = rows, pieces.lo, pieces.hi, lens[rows], pieces.pair % heads
     return columns
 
@@ -207,7 +239,7 @@ def _bundled(rows: Int64, lens: Int64, bundles: Bundles, capacity: EvenCapacity,
     return _packed(columns, pieces.block, members, int(places.sum()), capacity)
 
 
-def _packed(columns: Int64, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
+def _packed(columns: Int32, block: Int64, members: Int64, num_parts: int, capacity: EvenCapacity) -> EvenPlan:
     leads = np.ones(len(block), dtype=np.bool_)
     np.not_equal(block[1:], block[:-1], out=leads[1:])
     place = np.where(leads, block, capacity.blocks - 1 + np.cumsum(~leads))

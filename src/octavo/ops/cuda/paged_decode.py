@@ -22,7 +22,7 @@ _RING_BYTES = 32 << 10
 """Of keys and values a warp: more reach no more of memory, but what is read in the ordinary way waits behind them."""
 _MOST_PER_SM = {1: 64, 2: 5}
 """KV heads of rows, by bytes of a cached number."""
-_MEASURED = (128,)
+_MEASURED = {1: (64, 128), 2: (128,)}
 """Head sizes at which it is known to be the faster one."""
 FLOAT8 = torch.float8_e4m3fn
 
@@ -151,7 +151,7 @@ def form_of(
 
 def most_rows(head_dim: int, cache_itemsize: int, num_kv_heads: int, sms: int) -> int:
     """That this kernel is for, by what was measured. Beyond, Triton's is as fast: whole rows then spread evenly by themselves."""
-    return _MOST_PER_SM[cache_itemsize] * sms // num_kv_heads if head_dim in _MEASURED else 0
+    return _MOST_PER_SM[cache_itemsize] * sms // num_kv_heads if head_dim in _MEASURED[cache_itemsize] else 0
 
 
 def source(form: Form, machine: str) -> str:
@@ -220,7 +220,7 @@ def paged_decode(
 ) -> torch.Tensor:
     """As `ops.triton.paged_decode.paged_decode`, up to rounding. A float8 cache needs both scales; others have none.
 
-    The kernel before may have written what a row has in its last 16 positions; all other keys and values, the plan and the block
+    The kernel before may have written what a row has at its last position; all other keys and values, the plan and the block
     tables must be older.
     """
     packed = arguments(q, block_tables, workspace, out, scale=scale, sliding_window=sliding_window, k_scale=k_scale, v_scale=v_scale)

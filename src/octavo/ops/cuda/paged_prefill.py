@@ -22,6 +22,8 @@ _WARPGROUPS = 2
 """That attend, each to 64 rows, which are tokens x query heads of a KV head."""
 _MEASURED = (128,)
 """Head sizes at which it is known to be the faster one."""
+GATHER_FROM = 50.0
+"""Queries a key from which it wins over Triton's kernel although a float8 cache must be gathered first."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class DecodePlan(Generic[C]):
     num_members: int
 
     @classmethod
-    def of(cls, capacity: C, items: Int64, places: Int64, members: Int64, num_parts: int) -> DecodePlan[C]:
+    def of(cls, capacity: C, items: Int32 | Int64, places: Int64, members: Int64, num_parts: int) -> DecodePlan[C]:
         """
         Args:
             items: [item_fields, items], of which each has its place.

@@ -30,6 +30,11 @@ class GatherPlan:
     tokens: int
     """Lines needed."""
 
+    def tables(self) -> Int32:
+        """[rows, most blocks of a row] the block tables of `GatheredCache.pages`. What lies past a row's last block is not to be read."""
+        first, ends = self.starts // LINE_ALIGNMENT, np.append(self.starts[1:], self.tokens) // LINE_ALIGNMENT
+        return np.add.outer(first, np.arange((ends - first).max(initial=0), dtype=np.int32))
+
 
 def plan_gather(context_lens: Int32) -> GatherPlan:
     """Where each row goes. context_lens: [rows]."""
@@ -55,6 +60,12 @@ class GatheredCache:
         keys, values = torch.empty(2, num_kv_heads, tokens, head_dim, dtype=dtype, device=device)
         return cls(keys, values)
 
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as a cache: [tokens / LINE_ALIGNMENT, kv_heads, LINE_ALIGNMENT, head_dim]."""
+        heads, _, head_dim = self.keys.shape
+        keys, values = (x.view(heads, -1, LINE_ALIGNMENT, head_dim).transpose(0, 1) for x in (self.keys, self.values))
+        return keys, values
+
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _gather_kernel(
@@ -64,6 +75,8 @@ def _gather_kernel(
     chunks_ptr,
     k_out_ptr,
     v_out_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     gathered_tokens,
     block_stride,
     head_stride,
@@ -72,6 +85,7 @@ def _gather_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     chunk = chunks_ptr + tl.program_id(1) * 4
@@ -89,6 +103,9 @@ def _gather_kernel(
     mask = live[:, None] & in_head
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    if SCALE_STRIDE >= 0:
+        k = k.to(tl.float32) * tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
+        v = v.to(tl.float32) * tl.load(v_scale_ptr + kv_head * SCALE_STRIDE)
     lines = (kv_head.to(tl.int64) * gathered_tokens + target + n) * HEAD_DIM
     # Zeros past the context: a masked probability of 0 times whatever lay here must not be NaN.
     tl.store(k_out_ptr + lines[:, None] + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=in_head)
@@ -96,18 +113,27 @@ def _gather_kernel(
 
 
 def gather_cache(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, block_tables: torch.Tensor, chunks: torch.Tensor, gathered: GatheredCache
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    chunks: torch.Tensor,
+    gathered: GatheredCache,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Fill `gathered` with the rows of a plan. float8 caches are widened, not scaled.
+    """Fill `gathered` with the rows of a plan. float8 caches are widened, and scaled where scales are given.
 
     Args:
         key_cache, value_cache: [blocks, kv_heads, block_size, head_dim], same strides, each head's block contiguous.
         block_tables: [rows, max_blocks] int32.
         chunks: `GatherPlan.chunks` on the device; the plan's tokens must fit `gathered`.
+        k_scale, v_scale: float32, [1] or [kv_heads]: both or neither.
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     if chunks.shape[0] == 0:
         return
+    has_scale = k_scale is not None and v_scale is not None
     _gather_kernel[(num_kv_heads, chunks.shape[0])](
         key_cache,
         value_cache,
@@ -115,6 +141,8 @@ def gather_cache(
         chunks,
         gathered.keys,
         gathered.values,
+        k_scale if has_scale else chunks,
+        v_scale if has_scale else chunks,
         gathered.keys.shape[1],
         key_cache.stride(0),
         key_cache.stride(1),
@@ -123,5 +151,6 @@ def gather_cache(
         DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK=block_size,
         TILE=LINE_ALIGNMENT,
+        SCALE_STRIDE=-1 if k_scale is None or not has_scale else int(k_scale.numel() > 1),
         num_warps=8,
     )

@@ -121,8 +121,12 @@ UNROLL
 
 INLINE void copy_items(const Args& p, const Map& queries, const Map& keys, const Map& values, const Layout& l, int copier, int lane) {
   Place place = {0, 0};
+  if (lane == 0) prefetch_map(queries), prefetch_map(keys), prefetch_map(values);
+  // The plan and the block tables are older than what the kernel before writes.
   Item item = item_of(p, 0);
   int blocks = load_blocks(p, item, 0, copier, lane);
+  wait_for_inputs();
+  release_dependents();
   for (int turn = 0; item.count > 0; turn++) {
     const Item following = item_of(p, turn + 1);
     const int tiles = item.end - item.begin;
@@ -351,6 +355,8 @@ INLINE void attend_items(const Args& p, const Layout& l, int warp, int lane) {
   Place place = {0, 0};
   if (group == WARPGROUPS - 1) give_turn(2, 256);
   Item item = item_of(p, 0);
+  wait_for_inputs();
+  release_dependents();
   for (int turn = 0; item.count > 0; turn++) {
     const Item following = item_of(p, turn + 1);
     const int tiles = item.end - item.begin, masked = (item.position + 1) / KEYS - item.begin;
@@ -440,8 +446,6 @@ KERNEL_TOGETHER(paged_prefill, CONSUMERS + 32 * COPIERS, 1)(Args p, CONSTANT_MAP
     publish_barriers();
   }
   block_barrier();
-  wait_for_inputs();
-  release_dependents();
   if (warp >= CONSUMERS / 32) {
     leave_registers<40>();
     copy_items(p, queries, keys, values, l, warp - CONSUMERS / 32, lane);
