@@ -42,6 +42,8 @@ class Form:
 
     name = "paged_decode"
     threads = 3 * 32 * _WARPS
+    buffers = 2
+    """Items whose sums can lie in shared memory."""
 
     @property
     def group_pad(self) -> int:
@@ -51,11 +53,6 @@ class Form:
     def columns(self) -> int:
         """Of sums that a warp leaves for an item."""
         return 16 if self.bundles else self.group_pad
-
-    @property
-    def buffers(self) -> int:
-        """Items whose sums can lie in shared memory."""
-        return 2 if self.columns <= 8 else 1
 
     @property
     def stages(self) -> int:
