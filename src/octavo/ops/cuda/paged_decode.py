@@ -57,8 +57,8 @@ class Form:
 
     @property
     def buffers(self) -> int:
-        """Items whose sums can lie in shared memory."""
-        return 2 if self.columns <= 8 else 1
+        """Items whose sums can lie in shared memory: two, if there is room."""
+        return 2 if self.columns * self.head_dim <= 2048 else 1
 
     @property
     def row_bytes(self) -> int:
