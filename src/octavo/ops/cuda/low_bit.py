@@ -22,7 +22,7 @@ from octavo.ops.triton.launch import overlap_supported, sm_count
 from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBit, LowBitLayout, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
-_SOURCES = Path(__file__).parent / "kernels"
+SOURCES = Path(__file__).parent / "kernels"
 _KINDS: tuple[KindName, ...] = ("int4", "table", "int8", "float8")
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -46,6 +46,8 @@ class Form:
     scales: bool
     zeros: bool
     bias: bool
+    ordered: bool = False
+    """See `Int4Weight.ordered`."""
 
     @property
     def halves(self) -> bool:
@@ -89,6 +91,7 @@ class Form:
             "WIDE": self.wide,
             "GROUP": self.group,
             "BIAS": self.bias,
+            "ORDERED": self.ordered,
         }
         types = {"SCALE_TYPE": self.scale_type, "SCALE_TYPE_TABLE": self.table_type, "SCALES": self.scales, "ZEROS": self.zeros}
         return {name: int(value) for name, value in (numbers | types).items()}
@@ -239,7 +242,8 @@ Tuning = Stream | Tiles
 
 MOST_ROWS = 256
 """More rows are better served by unpacking the weight for cuBLAS."""
-_STREAM_ROWS = 8
+STREAM_ROWS = 8
+"""That `stream` multiplies."""
 _X_REGISTERS, _X_REGISTERS_OF_MANY = 64, 40
 """That `stream` may spend on x, with up to 14 warps and with more: those have 96 registers a thread instead of 128."""
 
@@ -251,7 +255,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
     """
     if not 0 < rows <= MOST_ROWS:
         return None
-    if rows <= _STREAM_ROWS:
+    if rows <= STREAM_ROWS:
         chunks, words = inner // form.chunk, form.chunk // 8
         for split in (1, 2, 4, 8):
             per_warp = -(-chunks // (16 * split))
@@ -317,6 +321,7 @@ def form_of(weight: LowBit, dtype: torch.dtype, *, bias: bool) -> Form | None:
         scales=layout.scales is not None,
         zeros=layout.zeros is not None,
         bias=bias,
+        ordered=layout.ordered,
     )
 
 
@@ -328,17 +333,17 @@ def source(form: Form, tuning: Tuning | Inputs, inner: int, machine: str) -> str
     """The program of one kernel; `machine` is the text of `simt.h`."""
     definitions = form.definitions() | tuning.definitions(form, inner)
     lines = [f"#define {name} {value}" for name, value in definitions.items()]
-    return "\n".join([*lines, machine, (_SOURCES / "low_bit.h").read_text(), (_SOURCES / tuning.source).read_text()])
+    return "\n".join([*lines, machine, (SOURCES / "low_bit.h").read_text(), (SOURCES / tuning.source).read_text()])
 
 
 def device_source(form: Form, tuning: Tuning | Inputs, inner: int) -> str:
-    machine = (_SOURCES / "simt.h").read_text()
+    machine = (SOURCES / "simt.h").read_text()
     if isinstance(tuning, Tiles):
-        machine += _warpgroup_mma(tuning.inputs.rows_a_pass, half=form.half, integers=tuning.integers)
+        machine += warpgroup_mma(tuning.inputs.rows_a_pass, half=form.half, integers=tuning.integers)
     return source(form, tuning, inner, machine)
 
 
-def _warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:
+def warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:
     """d [64, columns] += a [64, 32 bytes] @ x[columns, 32 bytes].T, a from registers, x from shared memory, spread over a warpgroup's
     lanes; `fresh`: d is written only. Columns are `rows`, and for integers as many again.
     """

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
-from octavo.ops.cuda import dense
+from octavo.ops.cuda import dense, ordered
 from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import CompilerError, architecture
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
@@ -48,6 +48,7 @@ class LowBitLinear:
             return DenseWeight.plain(dequantize(rows, dtype))
         weight = pack_coded(rows, dtype)
         if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
+            weight = ordered.ordered(weight) if self._form(weight, dtype, bias=False) is not None else weight
             self._reserve(weight, dtype)
             form = self._form(weight, dtype, bias=False)
             columns, inner, device = weight.out_features, low_bit_layout(weight).inner, weight.data.device
@@ -62,12 +63,13 @@ class LowBitLinear:
             return rounded
         layout, rows = low_bit_layout(weight), x.shape[0]
         form = self._form(weight, x.dtype, bias=bias is not None) if rows <= _most_rows(weight) else None
-        native = None if form is None else cuda.choice(form, weight.out_features, layout.inner, rows, sm_count(x.device))
+        native = None if form is None else _native(form, weight.out_features, layout.inner, rows, sm_count(x.device))
         if form is not None and native is not None:
             try:
-                return _with_outliers(
-                    weight, ordered := _aligned(_in_order(x, weight)), cuda.multiply(ordered, weight, bias, form, native, self._workspace)
-                )
+                if isinstance(native, ordered.Ordered):
+                    return ordered.multiply(_aligned(_in_order(x, weight)), weight, bias, form, native)
+                placed = _aligned(_in_order(x, weight))
+                return _with_outliers(weight, placed, cuda.multiply(placed, weight, bias, form, native, self._workspace))
             except CompilerError as error:
                 self._give_up(error)
         tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
@@ -122,8 +124,12 @@ class LowBitLinear:
             return
         self._reserved.add(shape)
         for rows in range(1, most + 1):
-            native = None if form is None else cuda.choice(form, columns, layout.inner, rows, sm_count(device))
-            if form is not None and native is not None:
+            native = None if form is None else _native(form, columns, layout.inner, rows, sm_count(device))
+            if form is None or native is None:
+                continue
+            if isinstance(native, ordered.Ordered):
+                ordered.prepare(form, native, device)
+            else:
                 cuda.prepare(form, native, layout.inner, device)
                 self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
         for rows in range(1, dense.MOST_ROWS + 1):
@@ -137,6 +143,13 @@ class LowBitLinear:
 
     def _enlarge(self, elements: int, tiles: int, device: torch.device) -> None:
         self._workspace = SkinnyWorkspace.enlarged(self._workspace, elements, tiles, device)
+
+
+def _native(form: cuda.Form, columns: int, inner: int, rows: int, sms: int) -> cuda.Tuning | ordered.Ordered | None:
+    """The CUDA C++ kernel that multiplies so many rows, if one does."""
+    if form.ordered and rows > cuda.STREAM_ROWS:
+        return ordered.choice(form, columns, inner, rows, sms)
+    return cuda.choice(form, columns, inner, rows, sms)
 
 
 _MOST_ROWS_BEFORE_8_BITS = 8

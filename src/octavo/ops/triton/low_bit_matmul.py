@@ -83,12 +83,13 @@ def accumulated(
     EVEN: tl.constexpr,
     INNER: tl.constexpr,
     STAGES: tl.constexpr,
+    ORDERED: tl.constexpr = False,
 ):
     """acc [columns, rows] plus the products of inner elements from `lo` up to `hi`, scaled.
 
     x_columns: [1, rows] where each row of x begins. w_rows, entries: [columns, 1] where each column's codes and table begin.
     scale_at, zero_at: [columns] those of group 0. GROUP: columns of a group, 0 where one scale is for a whole row. ZEROS: each group has
-    a zero point (else 8 for int4, 0). X: x's dtype.
+    a zero point (else 8 for int4, 0). X: x's dtype. ORDERED: see `Int4Weight.ordered`.
     """
     IN_HALF: tl.constexpr = tl.float16 == X
     POWER: tl.constexpr = 1024 if IN_HALF else 128
@@ -101,8 +102,13 @@ def accumulated(
                 w = tl.load(w_rows + at)
             else:
                 w = tl.load(w_rows + at, mask=in_columns[:, None] & (at < stored), other=0)
-            first = k0 + (b // 32) * 64 + b % 32
-            second = first + 32
+            if ORDERED:
+                byte = k0 // 2 + b
+                first = byte // 64 * 128 + byte // 4 % 4 * 32 + byte % 2 * 16 + byte // 16 % 4 * 2 + byte // 2 % 2
+                second = first + 8
+            else:
+                first = k0 + (b // 32) * 64 + b % 32
+                second = first + 32
             if EVEN:
                 x_low = tl.load(x_columns + first[:, None], mask=in_rows, other=0.0)
                 x_high = tl.load(x_columns + second[:, None], mask=in_rows, other=0.0)
@@ -199,6 +205,7 @@ def _low_bit_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
+    ORDERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -240,6 +247,7 @@ def _low_bit_kernel(
         EVEN,
         INNER,
         STAGES,
+        ORDERED,
     )
     out = out_ptr + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     kept = in_rows & in_columns[:, None]
@@ -276,6 +284,8 @@ class LowBitLayout:
     table: torch.Tensor | None
     inner: int
     """Inputs as they are stored: with those that fill up groups."""
+    ordered: bool = False
+    """See `Int4Weight.ordered`."""
 
 
 def low_bit_layout(weight: LowBit) -> LowBitLayout:
@@ -288,8 +298,8 @@ def low_bit_layout(weight: LowBit) -> LowBitLayout:
             inner = weight.in_features if weight.columns is None else len(weight.columns)
             groups, out = weight.scales.shape
             kind: KindName = "int4" if isinstance(weight, Int4Weight) else "int8"
-            group = weight.group if groups > 1 else 0
-            return LowBitLayout(kind, group, groups, 1, weight.scales, out, 1, weight.zeros, None, inner)
+            group, ordered = weight.group if groups > 1 else 0, isinstance(weight, Int4Weight) and weight.ordered
+            return LowBitLayout(kind, group, groups, 1, weight.scales, out, 1, weight.zeros, None, inner, ordered)
         case TableWeight():
             groups = 0 if weight.scales is None else weight.scales.shape[0]
             group = weight.group if groups > 1 else 0
@@ -364,6 +374,7 @@ def low_bit_matmul(
         SPLIT=tuning.split,
         STAGES=tuning.stages,
         BIAS=bias is not None,
+        ORDERED=layout.ordered,
         OVERLAP=overlap,
         **({"launch_pdl": True} if overlap else {}),
         num_warps=tuning.warps,
@@ -393,6 +404,7 @@ def _unpack_kernel(
     ZEROS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    ORDERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -403,8 +415,14 @@ def _unpack_kernel(
     kept = (n < columns)[:, None] & (k < inner)[None, :]
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
     if FOUR:
-        w = tl.load(w_rows + ((k // 64) * 32 + k % 32)[None, :], mask=kept, other=0)
-        w = (w >> (((k // 32) % 2) * 4).to(tl.uint8)[None, :]) & 15
+        if ORDERED:
+            at = k // 128 * 64 + k // 2 % 4 * 16 + k // 32 % 4 * 4 + k % 2 * 2 + k // 16 % 2
+            upper = k // 8 % 2
+        else:
+            at = (k // 64) * 32 + k % 32
+            upper = (k // 32) % 2
+        w = tl.load(w_rows + at[None, :], mask=kept, other=0)
+        w = (w >> (upper * 4).to(tl.uint8)[None, :]) & 15
     else:
         w = tl.load(w_rows + k[None, :], mask=kept, other=0.0)
     group = k // GROUP if GROUP > 0 else k * 0
@@ -449,6 +467,7 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
         ZEROS=layout.zeros is not None,
         COLUMNS=16,
         INNER=256,
+        ORDERED=layout.ordered,
         OVERLAP=overlap,
         **({"launch_pdl": True} if overlap else {}),
         num_warps=4,

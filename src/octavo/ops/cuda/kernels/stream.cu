@@ -164,13 +164,26 @@ UNROLL
 UNROLL
     for (int i = 0; i < TILES; i++) {
       const int m = i * 8 + (lane >> 2), chunk = range.begin + s * WARPS + warp;
-      const u8* at = p.x + (long long)m * p.x_stride + 2 * inner_of(lane & 3) + (long long)chunk * (2 * CHUNK);
+      const bool there = m < p.rows && chunk < range.end;
+      const u8* at = p.x + (long long)m * p.x_stride + 2 * (ORDERED ? 2 * (lane & 3) : inner_of(lane & 3)) + (long long)chunk * (2 * CHUNK);
 UNROLL
       for (int v = 0; v < VECTORS; v++) {
+        x[s][i][v] = U4{{0, 0, 0, 0}};
+#if ORDERED
+        // Of each word of codes, the lower halves of its bytes, or the upper ones: pairs that lie 16 elements apart.
+UNROLL
+        for (int j = 0; j < 2; j++) {
+          if (!there) continue;
+          const int* pair = (const int*)at + (v % 2 * 2 + j) * 16 + v / 2 * 4;
+          const u32 first = load_number(pair), second = load_number(pair + 8);
+          x[s][i][v].v[2 * j] = permute(first, second, 0x5410);
+          x[s][i][v].v[2 * j + 1] = permute(first, second, 0x7632);
+        }
+#else
         // Eight elements: two steps of 4; of 4-bit codes first the lower halves of the bytes, then the upper ones.
         const int step = FOUR_BITS ? v % (WORDS / 2) * 4 + v / (WORDS / 2) : v * 2;
-        x[s][i][v] = U4{{0, 0, 0, 0}};
-        if (m < p.rows && chunk < range.end) x[s][i][v] = load16(at + 2 * inner_offset(step));
+        if (there) x[s][i][v] = load16(at + 2 * inner_offset(step));
+#endif
       }
     }
 

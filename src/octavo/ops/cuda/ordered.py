@@ -1,0 +1,186 @@
+"""Products of 9 to 256 rows with 4-bit weights whose codes lie as the tensor cores take them (`Int4Weight.ordered`): `kernels/ordered.cu`.
+
+x is multiplied as it lies, so no kernel has to put it in order; one block has all of the inner dimension, or the blocks of a cluster
+share it and add up their parts from each other's shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from octavo.ops.cuda.compiler import in_background
+from octavo.ops.cuda.launch import Boxes, Kernel, tensor_map
+from octavo.ops.cuda.low_bit import SHARED_BYTES, SOURCES, STAGE_INNER, Form, arguments, warpgroup_mma
+from octavo.ops.packed import Int4Weight
+from octavo.ops.reference.low_bit import in_order
+from octavo.ops.triton.launch import overlap_supported, sm_count
+from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
+
+MOST_ROWS = 256
+_LINE_ELEMENTS = 64
+"""Of x, in a line of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Tuning of `ordered`."""
+
+    rows: int
+    """Of x, a tile: 8, 16, 32, 64 or 128."""
+    tiles: int
+    """64 rows of the weight each, of a block."""
+    warpgroups: int
+    """A multiple of `tiles`: so many share the inner dimension."""
+    cluster: int
+    """Blocks that share the inner dimension, up to 8."""
+
+    name = "low_bit_ordered"
+
+    @property
+    def columns(self) -> int:
+        return 64 * self.tiles
+
+    @property
+    def split(self) -> int:
+        """Warpgroups that share the inner dimension."""
+        return self.warpgroups // self.tiles
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def parts_bytes(self) -> int:
+        """Of sums on their way to where they are added up and stored."""
+        if self.split * self.cluster > 1:
+            return self.split * min(self.rows, 64) * (self.columns + 4) * 4
+        return 4 * self.warpgroups * min(self.rows, 32) * 20 * 4
+
+    def stage_bytes(self, form: Form) -> int:
+        groups = 0 if not form.group else (4 if form.scale_type == 0 else 2) + form.zeros
+        stage = self.split * (STAGE_INNER * 2 * self.rows + self.columns * (form.width + groups))
+        return -(-stage // 1024) * 1024
+
+    def stages(self, form: Form) -> int:
+        return min(8, (SHARED_BYTES - self.parts_bytes) // (self.stage_bytes(form) + 16))
+
+    def shared_bytes(self, form: Form) -> int:
+        return self.stages(form) * (self.stage_bytes(form) + 16) + self.parts_bytes
+
+    def definitions(self, form: Form) -> dict[str, int]:
+        return {
+            "ROWS": self.rows,
+            "PASS": self.rows,
+            "TILES": self.tiles,
+            "WARPGROUPS": self.warpgroups,
+            "CLUSTER": self.cluster,
+            "STAGES": self.stages(form),
+            "PARTS_BYTES": self.parts_bytes,
+            "INTEGERS": 0,
+            "WARPGROUP": 1,
+        }
+
+
+def takes(form: Form) -> bool:
+    """Whether the kernel multiplies with weights of a form."""
+    return form.kind == "int4" and form.ordered
+
+
+@functools.cache
+def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Ordered | None:
+    """For a weight of `columns` output and `inner` input features and so many rows; None: more rows than are well served."""
+    if not 0 < rows <= MOST_ROWS:
+        return None
+    tile = next((n for n in (8, 16, 32, 64) if rows <= n), 128)
+    chunks, down = inner // STAGE_INNER, -(-rows // tile)
+    best: tuple[float, Ordered] | None = None
+    for warpgroups in (4,) if tile <= 32 else (2,):
+        for tiles in (4, 2, 1):
+            for cluster in (1, 2, 4, 8):
+                if warpgroups % tiles or chunks < cluster:
+                    continue
+                tuning = Ordered(tile, tiles, warpgroups, cluster)
+                if tuning.stages(form) < 3 or (tuning.split > 1 and chunks % (cluster * tuning.split)):
+                    continue
+                turns = -(-(-(-columns // tuning.columns) * down) // (sms // cluster))
+                bytes_of_stage = STAGE_INNER * tuning.split * (tuning.columns / 2 + 1.0 * tile)
+                cost = turns * (-(-chunks // (cluster * tuning.split)) * bytes_of_stage + (0 if cluster == 1 else 20000.0))
+                if best is None or cost < best[0]:
+                    best = cost, tuning
+    return None if best is None else best[1]
+
+
+def source(form: Form, tuning: Ordered, machine: str) -> str:
+    """The program; `machine` is the text of `simt.h`."""
+    definitions = form.definitions() | tuning.definitions(form)
+    lines = [f"#define {name} {value}" for name, value in definitions.items()]
+    return "\n".join([*lines, machine, (SOURCES / "low_bit.h").read_text(), (SOURCES / "ordered.cu").read_text()])
+
+
+def device_source(form: Form, tuning: Ordered) -> str:
+    return source(form, tuning, (SOURCES / "simt.h").read_text() + warpgroup_mma(tuning.rows, half=form.half, integers=False))
+
+
+def boxes_of(x: torch.Tensor, weight: LowBit, form: Form, tuning: Ordered) -> tuple[Boxes, Boxes]:
+    """What of x and of the weight is copied at once: lines of 64 elements of x, codes of 128 inner elements."""
+    lines, words = x.shape[1] // _LINE_ELEMENTS, _LINE_ELEMENTS // 2
+    strides = x.stride(0) * 2, _LINE_ELEMENTS * 2
+    of_x = Boxes(x.data_ptr(), (words, len(x), lines), strides, (words, tuning.rows, 2 * tuning.split), exchanged=True)
+    shape = (form.width // 4, weight.out_features, x.shape[1] // STAGE_INNER)
+    box = (form.width // 4, tuning.columns, tuning.split)
+    return of_x, Boxes(weight.data.data_ptr(), shape, (weight.data.stride(0), form.width), box)
+
+
+def grid_of(rows: int, columns: int, tuning: Ordered, sms: int) -> tuple[int, int, int]:
+    items = -(-columns // tuning.columns) * -(-rows // tuning.rows)
+    return (min(items, sms // tuning.cluster) * tuning.cluster, 1, 1)
+
+
+@functools.cache
+def _code(form: Form, tuning: Ordered, device: torch.device) -> Future[bytes]:
+    return in_background(device_source(form, tuning), device)
+
+
+@functools.cache
+def _kernel(form: Form, tuning: Ordered, device: torch.device) -> Kernel:
+    code = _code(form, tuning, device).result()
+    with torch.cuda.device(device):
+        overlap = overlap_supported(device)
+        return Kernel(code, tuning.name, tuning.threads, tuning.shared_bytes(form), overlap=overlap, cluster=tuning.cluster)
+
+
+def prepare(form: Form, tuning: Ordered, device: torch.device) -> None:
+    """Begin to compile what `multiply` will launch."""
+    _code(form, tuning, device)
+
+
+def multiply(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Ordered) -> torch.Tensor:
+    """x @ weight.T + bias.
+
+    Args:
+        x: [rows, inputs as they are stored], bf16 or fp16; rows contiguous, each at a multiple of 16 bytes.
+        bias: [out_features] of x's dtype.
+        form: `form_of` the weight.
+
+    Returns:
+        [rows, out_features] in x's dtype.
+    """
+    out = torch.empty(len(x), weight.out_features, dtype=x.dtype, device=x.device)
+    packed = arguments(x, None, weight, low_bit_layout(weight), bias, out, None)
+    grid = grid_of(len(x), weight.out_features, tuning, sm_count(x.device))
+    _kernel(form, tuning, x.device).launch(grid, packed, *map(tensor_map, boxes_of(x, weight, form, tuning)))
+    return out
+
+
+def ordered(weight: LowBit) -> LowBit:
+    """A weight of 4-bit codes with these in order, where the kernel takes it so; others as they are."""
+    layout = low_bit_layout(weight)
+    whole = layout.inner % STAGE_INNER == 0 and layout.group % STAGE_INNER == 0
+    if not isinstance(weight, Int4Weight) or weight.ordered or not whole or weight.out_features % 16:
+        return weight
+    return dataclasses.replace(weight, data=in_order(weight.data), ordered=True)
