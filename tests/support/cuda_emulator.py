@@ -101,7 +101,7 @@ def emulate_ordered(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, 
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
     run = emulated(ordered.source(form, tuning, MACHINE.read_text()), tuning.name, 2)
     packed = arguments(x, None, weight, low_bit_layout(weight), bias, out, None)
-    sms = _SMS * tuning.cluster
+    sms = (_SMS if tuning.cluster == 1 else 64) * tuning.cluster
     run(packed, *ordered.boxes_of(x, weight, form, tuning), *ordered.grid_of(len(x), weight.out_features, tuning, sms))
     return out
 

@@ -360,7 +360,7 @@ INLINE void {name}({number} (&d)[{count}], const u32 (&a)[4], u32 tile, int byte
   asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 5}, 0;\\n"
                "wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, {{{a}}}, %{count + 4}, add{more};\\n}}"
                : {operands}
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand(tile, byte)), "r"({add}));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand_of(tile, byte)), "r"({add}));
 }}
 """)
     return "".join(functions)

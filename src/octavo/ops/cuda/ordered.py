@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -99,20 +100,29 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Ordered
     tile = next((n for n in (8, 16, 32, 64) if rows <= n), 128)
     chunks, down = inner // STAGE_INNER, -(-rows // tile)
     best: tuple[float, Ordered] | None = None
-    for warpgroups in (4,) if tile <= 32 else (2,):
-        for tiles in (4, 2, 1):
-            for cluster in (1, 2, 4, 8):
-                if warpgroups % tiles or chunks < cluster:
-                    continue
-                tuning = Ordered(tile, tiles, warpgroups, cluster)
-                if tuning.stages(form) < 3 or (tuning.split > 1 and chunks % (cluster * tuning.split)):
-                    continue
-                turns = -(-(-(-columns // tuning.columns) * down) // (sms // cluster))
-                bytes_of_stage = STAGE_INNER * tuning.split * (tuning.columns / 2 + 1.0 * tile)
-                cost = turns * (-(-chunks // (cluster * tuning.split)) * bytes_of_stage + (0 if cluster == 1 else 20000.0))
-                if best is None or cost < best[0]:
-                    best = cost, tuning
+    for tiles, cluster in itertools.product((4, 2, 1), _JOIN_COST):
+        tuning = Ordered(tile, tiles, 4 if tile <= 32 else 2, cluster)
+        if tiles > tuning.warpgroups:
+            continue
+        shares, items = cluster * tuning.split, -(-columns // tuning.columns) * down
+        # A cluster has one tile: its copying threads must have ended when its blocks meet.
+        if tuning.stages(form) < 3 or chunks < shares or (shares > 1 and chunks % shares) or (cluster > 1 and items > sms // cluster):
+            continue
+        stages, turns = -(-chunks // shares), -(-items // (sms // cluster))
+        bytes_of_all = min(items, sms // cluster) * cluster * tuning.stage_bytes(form)
+        stage = max(tuning.warpgroups * _CHUNK_COST[tile], bytes_of_all / (sms * _BYTES_A_CYCLE))
+        cost = turns * stages * stage + _JOIN_COST[cluster]
+        if best is None or cost < best[0]:
+            best = cost, tuning
     return None if best is None else best[1]
+
+
+_CHUNK_COST = {8: 250.0, 16: 280.0, 32: 325.0, 64: 500.0, 128: 700.0}
+"""Cycles of an SM that 64 rows of 128 codes take, by rows of x, with enough of them under way."""
+_BYTES_A_CYCLE = 32.0
+"""That an SM gets, from memory or the L2 cache, while all ask."""
+_JOIN_COST = {1: 0.0, 2: 1500.0, 4: 3000.0, 8: 4500.0}
+"""Cycles that blocks of a cluster take to meet and to add up their parts, by their number."""
 
 
 def source(form: Form, tuning: Ordered, machine: str) -> str:
@@ -138,6 +148,7 @@ def boxes_of(x: torch.Tensor, weight: LowBit, form: Form, tuning: Ordered) -> tu
 
 def grid_of(rows: int, columns: int, tuning: Ordered, sms: int) -> tuple[int, int, int]:
     items = -(-columns // tuning.columns) * -(-rows // tuning.rows)
+    assert tuning.cluster == 1 or items <= sms // tuning.cluster
     return (min(items, sms // tuning.cluster) * tuning.cluster, 1, 1)
 
 

@@ -2,7 +2,8 @@
 // in order before. Three threads have codes, x and what goes with groups copied into a ring in shared memory, far ahead, and all but
 // x before x is there. Warpgroups turn 64 rows of W each into operands in registers: see `decode_half`.
 // A block has tiles of 64 * TILES rows of W; SPLIT warpgroups share the inner dimension of each, chunk by chunk, and so do the CLUSTER
-// blocks of a cluster, which add up their parts from each other's shared memory: nothing goes through memory, nobody counts.
+// blocks of a cluster, which add up their parts from each other's shared memory: nothing goes through memory, nobody counts. A cluster
+// has one tile at most: its copying threads have ended before its blocks meet, and need not take part.
 
 #define CONSUMERS (128 * WARPGROUPS)
 #define COLUMNS (64 * TILES)
@@ -255,7 +256,7 @@ UNROLL
       decode_half(a[1], codes, 1);
       begin_products();
 UNROLL
-      for (int i = 0; i < 4; i++) warpgroup_mma(sums, a[1][i], x_at + ROWS * 128, i * 32);
+      for (int i = 0; i < 4; i++) warpgroup_mma(sums, a[1][i], x_at, ROWS * 128 + i * 32);
       close_products();
       const bool more = chunk + SPLIT < s.end;
       if (more) {

@@ -316,6 +316,8 @@ INLINE u64 swizzled_operand(u32 tile, int byte) {
   const u32 low = ((tile & 0x3ffff) >> 4 | 1u << 16) + (byte >> 4);
   return (u64)(64u | 1u << 30) << 32 | low;
 }
+// The same, for several bytes of one tile: what they have in common is made once.
+INLINE u64 swizzled_operand_of(u32 tile, int byte) { return swizzled_operand(tile, 0) + (u64)(byte >> 4); }
 // The same for a matrix whose columns are the rows: 16 of them, 64 elements of each, and `lines` bytes further the next 64.
 INLINE u64 transposed_operand(u32 tile, int byte, int lines) {
   const u32 low = ((tile & 0x3ffff) >> 4 | (u32)lines >> 4 << 16) + (byte >> 4);

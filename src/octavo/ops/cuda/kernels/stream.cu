@@ -156,6 +156,20 @@ UNROLL
 #endif
 }
 
+#if ORDERED
+// Word i of lane 4 * n + j goes to word j of lane 4 * n + i.
+INLINE void exchange_words(U4& x, int lane) {
+UNROLL
+  for (int bit = 1; bit < 4; bit *= 2)
+UNROLL
+    for (int i = 0; i < 4; i++) {
+      if (i & bit) continue;
+      const u32 got = of_lane(lane & bit ? x.v[i] : x.v[i + bit], lane ^ bit);
+      if (lane & bit) x.v[i] = got; else x.v[i + bit] = got;
+    }
+}
+#endif
+
 INLINE void multiply_strips(const Args& p, const Layout& l, const Range& range, int warp, int lane) {
   const u32 mask = opaque(code_bits());
   U4 x[PER_WARP][TILES][VECTORS];
@@ -165,26 +179,30 @@ UNROLL
     for (int i = 0; i < TILES; i++) {
       const int m = i * 8 + (lane >> 2), chunk = range.begin + s * WARPS + warp;
       const bool there = m < p.rows && chunk < range.end;
-      const u8* at = p.x + (long long)m * p.x_stride + 2 * (ORDERED ? 2 * (lane & 3) : inner_of(lane & 3)) + (long long)chunk * (2 * CHUNK);
+#if ORDERED
+      // Of each eight elements a lane needs a pair: four lanes load an eight each, and exchange pairs.
+      const u8* at = p.x + (long long)m * p.x_stride + (long long)chunk * (2 * CHUNK) + (lane & 3) * 32;
 UNROLL
       for (int v = 0; v < VECTORS; v++) {
-        x[s][i][v] = U4{{0, 0, 0, 0}};
-#if ORDERED
-        // Of each word of codes, the lower halves of its bytes, or the upper ones: pairs that lie 16 elements apart.
-UNROLL
-        for (int j = 0; j < 2; j++) {
-          if (!there) continue;
-          const int* pair = (const int*)at + (v % 2 * 2 + j) * 16 + v / 2 * 4;
-          const u32 first = load_number(pair), second = load_number(pair + 8);
-          x[s][i][v].v[2 * j] = permute(first, second, 0x5410);
-          x[s][i][v].v[2 * j + 1] = permute(first, second, 0x7632);
-        }
+        U4 eight = U4{{0, 0, 0, 0}};
+        if (there) eight = load16(at + v % 2 * 128 + v / 2 * 16);
+        exchange_words(eight, lane);
+        // The pairs of a word of codes lie 16 elements apart; its bytes have one of each in turn.
+        x[s][i][v].v[0] = permute(eight.v[0], eight.v[1], 0x5410);
+        x[s][i][v].v[1] = permute(eight.v[0], eight.v[1], 0x7632);
+        x[s][i][v].v[2] = permute(eight.v[2], eight.v[3], 0x5410);
+        x[s][i][v].v[3] = permute(eight.v[2], eight.v[3], 0x7632);
+      }
 #else
+      const u8* at = p.x + (long long)m * p.x_stride + 2 * inner_of(lane & 3) + (long long)chunk * (2 * CHUNK);
+UNROLL
+      for (int v = 0; v < VECTORS; v++) {
         // Eight elements: two steps of 4; of 4-bit codes first the lower halves of the bytes, then the upper ones.
         const int step = FOUR_BITS ? v % (WORDS / 2) * 4 + v / (WORDS / 2) : v * 2;
+        x[s][i][v] = U4{{0, 0, 0, 0}};
         if (there) x[s][i][v] = load16(at + 2 * inner_offset(step));
-#endif
       }
+#endif
     }
 
 #if INTEGERS
