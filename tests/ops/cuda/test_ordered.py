@@ -51,6 +51,15 @@ def test_the_dequantised_product(tuning: Ordered, group: int, zeros: bool) -> No
     assert error(got, x.double() @ dequantize(rows, torch.float64).T + bias.double()) < limit
 
 
+def test_a_block_with_more_tiles_than_its_ring_holds() -> None:
+    """The copying threads are at the next tile while the parts of one are added up."""
+    torch.manual_seed(5)
+    tuning, blocks = Ordered(32, 1, 2, 1), sm_count(DEVICE) if ON_GPU else 3
+    rows, x = coded("int4", 64 * (blocks + 1), 2560, 128, zeros=True), torch.randn(30, 2560, device=DEVICE).bfloat16()
+    got = product(x, ordered(packed(rows, torch.bfloat16)), None, tuning)
+    assert error(got, x.double() @ dequantize(rows, torch.float64).T) < 2.5e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_code_and_zero_point_is_exact(dtype: torch.dtype) -> None:
     """One code and one zero point a row, an input of one: the result is their difference."""

@@ -141,6 +141,16 @@ UNROLL
   store8(p.out + (long long)m * p.out_stride + 2ll * n, narrow2(sums[0], sums[1]), narrow2(sums[2], sums[3]));
 }
 
+// All that multiply, of a cluster's blocks; those that copy do so for the next tile, or have ended.
+INLINE void meet_others() {
+#if CLUSTER > 1
+  cluster_arrive();
+  cluster_wait();
+#else
+  some_barrier(CONSUMERS);
+#endif
+}
+
 // What a warp has of a tile goes through shared memory, so that whole pieces of rows are stored, and parts are added up.
 INLINE void finish(const float (&acc)[ROWS / 2], const Args& p, u8* shared, const Share& s, int item, int warp, int lane) {
   const u32 parts = shared_address(shared) + STAGES * STAGE_BYTES;
@@ -161,8 +171,7 @@ UNROLL
       put_shared(mine + (m * line + n) * 4, acc[first / 2 + i] * UNITS);
     }
 #if PARTS > 1
-    cluster_arrive();
-    cluster_wait();
+    meet_others();
     const int rank = block_x() % CLUSTER, pieces = AT_ONCE * COLUMNS / 4;
     for (int i = pieces * rank / CLUSTER + warp * 32 + lane; i < pieces * (rank + 1) / CLUSTER; i += CONSUMERS) {
       const int m = i / (COLUMNS / 4), n = i % (COLUMNS / 4) * 4;
@@ -176,8 +185,7 @@ UNROLL
         for (int e = 0; e < 4; e++) sums[e] += as_float(part[k].v[e]);
       store_sums(p, m0 + first + m, n0 + n, sums);
     }
-    cluster_arrive();
-    cluster_wait();
+    meet_others();
 #else
     warp_barrier();
 UNROLL
