@@ -96,7 +96,8 @@ def grouped(kind: str) -> None:
 
 
 def unpacking(kind: str, *, ordered: bool = False) -> None:
-    signature = {"w_ptr": _CODES[kind], "scales_ptr": "*fp16", "zeros_ptr": "*u8", "table_ptr": "*fp16", "out_ptr": "*bf16"}
+    codes = "*i32" if ordered else _CODES[kind]
+    signature = {"w_ptr": codes, "scales_ptr": "*fp16", "zeros_ptr": "*u8", "table_ptr": "*fp16", "out_ptr": "*bf16"}
     constants = {
         "KIND": kind,
         "FOUR": kind in low_bit_matmul.FOUR_BITS,

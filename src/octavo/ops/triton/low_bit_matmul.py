@@ -414,15 +414,16 @@ def _unpack_kernel(
     k = tl.program_id(1) * INNER + tl.arange(0, INNER)
     kept = (n < columns)[:, None] & (k < inner)[None, :]
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
-    if FOUR:
-        if ORDERED:
-            at = k // 128 * 64 + k // 2 % 4 * 16 + k // 32 % 4 * 4 + k % 2 * 2 + k // 16 % 2
-            upper = k // 8 % 2
-        else:
-            at = (k // 64) * 32 + k % 32
-            upper = (k // 32) % 2
-        w = tl.load(w_rows + at[None, :], mask=kept, other=0)
-        w = (w >> (upper * 4).to(tl.uint8)[None, :]) & 15
+    if ORDERED:
+        # Words of the codes that lie 8 columns apart, of an even and an odd one: see `Int4Weight.ordered`.
+        word = tl.program_id(1) * (INNER // 8) + tl.arange(0, INNER // 8)
+        words = tl.load(w_rows + word[None, :], mask=(n < columns)[:, None] & (word < inner // 8)[None, :], other=0)
+        shift = tl.reshape(tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 2)[None, :] * 16, (1, 1, 1, 1, 4, 2))
+        codes = ((tl.reshape(words, (COLUMNS, INNER // 128, 4, 4, 1, 1)) >> shift) & 15).to(tl.uint8)
+        w = tl.reshape(tl.permute(codes, (0, 1, 3, 4, 2, 5)), (COLUMNS, INNER))
+    elif FOUR:
+        w = tl.load(w_rows + ((k // 64) * 32 + k % 32)[None, :], mask=kept, other=0)
+        w = (w >> (((k // 32) % 2) * 4).to(tl.uint8)[None, :]) & 15
     else:
         w = tl.load(w_rows + k[None, :], mask=kept, other=0.0)
     group = k // GROUP if GROUP > 0 else k * 0
@@ -446,8 +447,9 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(columns, layout.inner, dtype=dtype, device=weight.data.device)
     overlap = overlap_supported(out.device)
     grid = (triton.cdiv(columns, 16), triton.cdiv(layout.inner, 256))
+    data = weight.data.view(torch.int32) if layout.ordered else weight.data
     _unpack_kernel[grid](
-        weight.data,
+        data,
         weight.data if layout.scales is None else layout.scales,
         weight.data if layout.zeros is None else layout.zeros,
         weight.data if layout.table is None else layout.table,
@@ -457,7 +459,7 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
         layout.scale_group_stride,
         layout.scale_row_stride,
         0 if layout.table is None or len(layout.table) == 1 else layout.table.stride(0),
-        weight.data.stride(0),
+        data.stride(0),
         out.stride(0),
         KIND=layout.kind,
         FOUR=layout.kind in FOUR_BITS,
