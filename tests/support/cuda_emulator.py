@@ -38,7 +38,7 @@ class Map(ctypes.Structure):
         def five(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
             return (ctypes.c_int64 * 5)(*numbers, *[1] * (5 - len(numbers)))
 
-        return cls(boxes.address, five(*boxes.shape), five(4, *boxes.strides), five(*boxes.box), boxes.exchanged)
+        return cls(boxes.address, five(*boxes.shape), five(4, *boxes.strides), five(*boxes.box), boxes.exchanged + boxes.halved)
 
 
 @functools.cache

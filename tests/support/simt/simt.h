@@ -440,7 +440,7 @@ static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 ba
       offset += x * map.strides[d];
     }
     u32 at = to + 4 * i;
-    if (map.exchanged) at ^= (at >> 7 & 7) << 4;
+    if (map.exchanged) at ^= (at >> 7 & (map.exchanged == 1 ? 7 : 3)) << 4;  // lines of 128 bytes, or of 64
     if (inside) memcpy(shared_memory + at, map.data + offset, 4);
     else memset(shared_memory + at, 0, 4);
   }

@@ -14,7 +14,7 @@ _MAX_DYNAMIC_SHARED = 8
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _UINT32 = 2
-_SWIZZLE_128_BYTES = 3
+_SWIZZLE_64_BYTES, _SWIZZLE_128_BYTES = 2, 3
 _PROMOTE_TO_256_BYTES = 3
 """Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType, CUtensorMapSwizzle and
 CUtensorMapL2promotion."""
@@ -74,6 +74,8 @@ class Boxes:
     """Elements that are copied at once."""
     exchanged: bool = False
     """Lines of 128 bytes, their 16-byte pieces exchanged by the line's number modulo 8 (by address: boxes go to multiples of 1024)."""
+    halved: bool = False
+    """Then lines of 64 bytes, their pieces exchanged by half the line's number modulo 4."""
     promoted: bool = True
     """Whether L2 fetches 256 bytes where fewer are asked for."""
 
@@ -94,7 +96,7 @@ def tensor_map(boxes: Boxes) -> TensorMap:
         (ctypes.c_uint32 * rank)(*boxes.box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
-        _SWIZZLE_128_BYTES if boxes.exchanged else 0,
+        (_SWIZZLE_64_BYTES if boxes.halved else _SWIZZLE_128_BYTES) if boxes.exchanged else 0,
         _PROMOTE_TO_256_BYTES if boxes.promoted else 0,
         0,
     )

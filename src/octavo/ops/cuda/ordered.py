@@ -1,4 +1,4 @@
-"""Products of 9 to 256 rows with 4-bit weights whose codes lie as the tensor cores take them (`Int4Weight.ordered`): `kernels/ordered.cu`.
+"""Products of 5 to 256 rows with 4-bit weights whose codes lie as the tensor cores take them (`Int4Weight.ordered`): `kernels/ordered.cu`.
 
 x is multiplied as it lies, so no kernel has to put it in order; one block has all of the inner dimension, or the blocks of a cluster
 share it and add up their parts from each other's shared memory.
@@ -38,7 +38,7 @@ class Ordered:
     warpgroups: int
     """A multiple of `tiles`: so many share the inner dimension."""
     cluster: int
-    """Blocks that share the inner dimension, up to 8."""
+    """Blocks that share the inner dimension."""
 
     name = "low_bit_ordered"
 
@@ -119,10 +119,11 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Ordered
 
 _CHUNK_COST = {8: 250.0, 16: 280.0, 32: 325.0, 64: 500.0, 128: 700.0}
 """Cycles of an SM that 64 rows of 128 codes take, by rows of x, with enough of them under way."""
-_BYTES_A_CYCLE = 32.0
+_BYTES_A_CYCLE = 34.0
 """That an SM gets, from memory or the L2 cache, while all ask."""
-_JOIN_COST = {1: 0.0, 2: 1500.0, 4: 3000.0, 8: 4500.0}
-"""Cycles that blocks of a cluster take to meet and to add up their parts, by their number."""
+_JOIN_COST = {1: 0.0, 2: 4500.0}
+"""Cycles that clusters of so many blocks take longer to start, to meet and to add up their parts. Larger ones take twice as long as
+all else: they wait for as many free SMs side by side."""
 
 
 def source(form: Form, tuning: Ordered, machine: str) -> str:
@@ -143,7 +144,8 @@ def boxes_of(x: torch.Tensor, weight: LowBit, form: Form, tuning: Ordered) -> tu
     of_x = Boxes(x.data_ptr(), (words, len(x), lines), strides, (words, tuning.rows, 2 * tuning.split), exchanged=True)
     shape = (form.width // 4, weight.out_features, x.shape[1] // STAGE_INNER)
     box = (form.width // 4, tuning.columns, tuning.split)
-    return of_x, Boxes(weight.data.data_ptr(), shape, (weight.data.stride(0), form.width), box)
+    strides = weight.data.stride(0), form.width
+    return of_x, Boxes(weight.data.data_ptr(), shape, strides, box, exchanged=True, halved=True)
 
 
 def grid_of(rows: int, columns: int, tuning: Ordered, sms: int) -> tuple[int, int, int]:

@@ -150,15 +150,15 @@ def _whole_bytes(data: torch.Tensor) -> torch.Tensor:
 
 def in_order(data: torch.Tensor) -> torch.Tensor:
     """4-bit codes [rows, bytes], of whole blocks of 128 columns, as `Int4Weight.ordered` has them."""
-    codes = _whole_bytes(data).view(len(data), -1, 4, 2, 2, 4, 2)  # block, word, sixteen, eight, quarter, odd
-    placed = codes.permute(0, 1, 5, 2, 6, 3, 4)
+    codes = _whole_bytes(data).view(len(data), -1, 2, 2, 4, 2)  # 32 columns, sixteen, eight, quarter, odd
+    placed = codes.permute(0, 1, 4, 5, 2, 3)
     return (placed[..., 0] | placed[..., 1] << 4).reshape(len(data), -1)
 
 
 def out_of_order(data: torch.Tensor) -> torch.Tensor:
     """The way back from `in_order`."""
-    bytes_ = data.view(len(data), -1, 4, 4, 2, 2)  # block, quarter, word, odd, sixteen
-    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).permute(0, 1, 3, 5, 6, 2, 4)
+    bytes_ = data.view(len(data), -1, 4, 2, 2)  # 32 columns, quarter, odd, sixteen
+    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).permute(0, 1, 4, 5, 2, 3)
     return interleaved(codes.reshape(len(data), -1))
 
 

@@ -145,9 +145,13 @@ class LowBitLinear:
         self._workspace = SkinnyWorkspace.enlarged(self._workspace, elements, tiles, device)
 
 
+_FEWEST_ORDERED_ROWS = 5
+"""That `ordered` multiplies: it takes as long for one row as for eight, `stream` longer for eight and no longer for one."""
+
+
 def _native(form: cuda.Form, columns: int, inner: int, rows: int, sms: int) -> cuda.Tuning | ordered.Ordered | None:
     """The CUDA C++ kernel that multiplies so many rows, if one does."""
-    if form.ordered and rows > cuda.STREAM_ROWS:
+    if form.ordered and rows >= _FEWEST_ORDERED_ROWS:
         return ordered.choice(form, columns, inner, rows, sms)
     return cuda.choice(form, columns, inner, rows, sms)
 

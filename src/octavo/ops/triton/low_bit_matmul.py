@@ -104,7 +104,7 @@ def accumulated(
                 w = tl.load(w_rows + at, mask=in_columns[:, None] & (at < stored), other=0)
             if ORDERED:
                 byte = k0 // 2 + b
-                first = byte // 64 * 128 + byte // 4 % 4 * 32 + byte % 2 * 16 + byte // 16 % 4 * 2 + byte // 2 % 2
+                first = byte // 16 * 32 + byte % 2 * 16 + byte // 4 % 4 * 2 + byte // 2 % 2
                 second = first + 8
             else:
                 first = k0 + (b // 32) * 64 + b % 32
@@ -418,9 +418,9 @@ def _unpack_kernel(
         # Words of the codes that lie 8 columns apart, of an even and an odd one: see `Int4Weight.ordered`.
         word = tl.program_id(1) * (INNER // 8) + tl.arange(0, INNER // 8)
         words = tl.load(w_rows + word[None, :], mask=(n < columns)[:, None] & (word < inner // 8)[None, :], other=0)
-        shift = tl.reshape(tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 2)[None, :] * 16, (1, 1, 1, 1, 4, 2))
-        codes = ((tl.reshape(words, (COLUMNS, INNER // 128, 4, 4, 1, 1)) >> shift) & 15).to(tl.uint8)
-        w = tl.reshape(tl.permute(codes, (0, 1, 3, 4, 2, 5)), (COLUMNS, INNER))
+        shift = tl.reshape(tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 2)[None, :] * 16, (1, 1, 1, 4, 2))
+        codes = ((tl.reshape(words, (COLUMNS, INNER // 32, 4, 1, 1)) >> shift) & 15).to(tl.uint8)
+        w = tl.reshape(tl.permute(codes, (0, 1, 3, 2, 4)), (COLUMNS, INNER))
     elif FOUR:
         w = tl.load(w_rows + ((k // 64) * 32 + k % 32)[None, :], mask=kept, other=0)
         w = (w >> (((k // 32) % 2) * 4).to(tl.uint8)[None, :]) & 15

@@ -107,7 +107,11 @@ UNROLL
 #endif
   }
 UNROLL
-  for (int h = 0; h < 2; h++) c.w[h] = shared16(stage + W_AT + (split * COLUMNS + column + 8 * h) * WIDTH + (lane & 3) * LOAD);
+  for (int h = 0; h < 2; h++) {
+    // Lane 8 * i + j asks for piece i of row j, and gets word `lane % 4` of all pieces of row `lane / 4`.
+    const int row = split * COLUMNS + column - (lane >> 2) + 8 * h + (lane & 7);
+    load_matrices(c.w[h].v, stage + W_AT + row * WIDTH + ((lane >> 3) ^ (lane >> 1 & 3)) * 16);
+  }
 }
 
 // Operands of 64 inner elements. A word has the codes of two products of 16 elements, a pair of them in bits 0 to 3 and 16 to 19, the next

@@ -87,16 +87,29 @@ UNROLL
 UNROLL
     for (int s = 0; s < PER_WARP; s++) {
       int sums[2] = {0, 0};
+      U4 given[VECTORS];
+UNROLL
+      for (int v = 0; v < VECTORS; v++) given[v] = x[s][i][v];
 UNROLL
       for (int v = 0; v < VECTORS; v++) {
         u32 high[2], low[2];
 UNROLL
         for (int four = 0; four < 2; four++) {
+#if ORDERED
+          // The lower halves of the bytes of a word of codes, or the upper ones: pairs that lie 16 elements apart, of each one in turn.
+          const int word = v % 2 * 2 + four;
+          const u32 pairs[2] = {given[v / 2].v[word], given[v / 2 + 2].v[word]};
+#endif
           // Added to 1.5 * 2^23, a number is rounded to an integer, whose two bytes are the lowest of the sum's bits.
           u32 n[4];
 UNROLL
           for (int e = 0; e < 4; e++) {
-            n[e] = as_bits(widen(x[s][i][v].v[2 * four + e / 2] >> e % 2 * 16) * inverse + 12582912.0f);
+#if ORDERED
+            const u32 number = pairs[e % 2] >> e / 2 * 16;
+#else
+            const u32 number = given[v].v[2 * four + e / 2] >> e % 2 * 16;
+#endif
+            n[e] = as_bits(widen(number) * inverse + 12582912.0f);
             sums[HALVES ? v / (VECTORS / 2) : 0] += (int)(n[e] - 0x4b400000u);
           }
           const u32 first = permute(n[0], n[1], 0x5140), second = permute(n[2], n[3], 0x5140);  // lower bytes, then upper
@@ -156,20 +169,6 @@ UNROLL
 #endif
 }
 
-#if ORDERED
-// Word i of lane 4 * n + j goes to word j of lane 4 * n + i.
-INLINE void exchange_words(U4& x, int lane) {
-UNROLL
-  for (int bit = 1; bit < 4; bit *= 2)
-UNROLL
-    for (int i = 0; i < 4; i++) {
-      if (i & bit) continue;
-      const u32 got = of_lane(lane & bit ? x.v[i] : x.v[i + bit], lane ^ bit);
-      if (lane & bit) x.v[i] = got; else x.v[i + bit] = got;
-    }
-}
-#endif
-
 INLINE void multiply_strips(const Args& p, const Layout& l, const Range& range, int warp, int lane) {
   const u32 mask = opaque(code_bits());
   U4 x[PER_WARP][TILES][VECTORS];
@@ -180,18 +179,11 @@ UNROLL
       const int m = i * 8 + (lane >> 2), chunk = range.begin + s * WARPS + warp;
       const bool there = m < p.rows && chunk < range.end;
 #if ORDERED
-      // Of each eight elements a lane needs a pair: four lanes load an eight each, and exchange pairs.
-      const u8* at = p.x + (long long)m * p.x_stride + (long long)chunk * (2 * CHUNK) + (lane & 3) * 32;
+      const u8* at = p.x + (long long)m * p.x_stride + (long long)chunk * (2 * CHUNK) + (lane & 3) * 64;
 UNROLL
       for (int v = 0; v < VECTORS; v++) {
-        U4 eight = U4{{0, 0, 0, 0}};
-        if (there) eight = load16(at + v % 2 * 128 + v / 2 * 16);
-        exchange_words(eight, lane);
-        // The pairs of a word of codes lie 16 elements apart; its bytes have one of each in turn.
-        x[s][i][v].v[0] = permute(eight.v[0], eight.v[1], 0x5410);
-        x[s][i][v].v[1] = permute(eight.v[0], eight.v[1], 0x7632);
-        x[s][i][v].v[2] = permute(eight.v[2], eight.v[3], 0x5410);
-        x[s][i][v].v[3] = permute(eight.v[2], eight.v[3], 0x7632);
+        x[s][i][v] = U4{{0, 0, 0, 0}};
+        if (there) x[s][i][v] = load16(at + v * 16);
       }
 #else
       const u8* at = p.x + (long long)m * p.x_stride + 2 * inner_of(lane & 3) + (long long)chunk * (2 * CHUNK);
