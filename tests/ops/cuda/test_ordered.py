@@ -9,6 +9,7 @@ import torch
 
 from octavo.ops.coded import dequantize
 from octavo.ops.cuda.low_bit import Stream, form_of
+from octavo.ops.cuda.low_bit import choice as low_bit_choice
 from octavo.ops.cuda.ordered import Ordered, choice, device_source, multiply, ordered, takes
 from octavo.ops.packed import Int4Weight
 from octavo.ops.reference.low_bit import in_order, out_of_order, unpack
@@ -130,6 +131,13 @@ def test_every_choice_fits() -> None:
         assert inner // 128 >= tuning.cluster * tuning.split
         assert tuning.split == 1 or inner // 128 % (tuning.cluster * tuning.split) == 0
         assert choice(form, out, inner, 257, 132) is None
+
+
+def test_older_kernels_leave_such_weights_alone() -> None:
+    form = form_of(ordered(packed(coded("int4", 16, 256, 128, zeros=True), torch.bfloat16)), torch.bfloat16, bias=False)
+    assert form is not None
+    assert isinstance(low_bit_choice(form, 4096, 4096, 8, 132), Stream)
+    assert low_bit_choice(form, 4096, 4096, 9, 132) is None
 
 
 def test_device_sources_differ_by_what_they_are_for() -> None:

@@ -264,7 +264,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
             if per_warp * words <= _X_REGISTERS:
                 return Stream(1, -(-chunks // (split * per_warp)), split, 4)
         return None
-    if form.group and form.group % STAGE_INNER and STAGE_INNER % form.group:
+    if form.ordered or (form.group and form.group % STAGE_INNER and STAGE_INNER % form.group):
         return None
     large = columns * inner >= 8 * 132 * 128 * STAGE_INNER
     if rows <= 16:
@@ -489,6 +489,7 @@ def multiply(
     Returns:
         [rows, out_features] in x's dtype.
     """
+    assert not (form.ordered and isinstance(tuning, Tiles))
     layout = low_bit_layout(weight)
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     sms, inner = sm_count(x.device), layout.inner

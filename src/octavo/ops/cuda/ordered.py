@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -55,6 +56,10 @@ class Ordered:
     def threads(self) -> int:
         return 128 * (self.warpgroups + 1)
 
+    def items(self, rows: int, columns: int) -> int:
+        """Tiles of a product."""
+        return -(-columns // self.columns) * -(-rows // self.rows)
+
     @property
     def parts_bytes(self) -> int:
         """Of sums on their way to where they are added up and stored."""
@@ -92,29 +97,38 @@ def takes(form: Form) -> bool:
     return form.kind == "int4" and form.ordered
 
 
+def candidates(form: Form, columns: int, inner: int, rows: int, sms: int) -> Iterator[Ordered]:
+    """Tunings that can be for a weight of `columns` output and `inner` input features and so many rows."""
+    tile = next((n for n in (8, 16, 32, 64) if rows <= n), 128)
+    chunks, warpgroups = inner // STAGE_INNER, 4 if tile <= 32 else 2
+    for tiles, cluster in itertools.product((4, 2, 1), _JOIN_COST):
+        if tiles > warpgroups:
+            continue
+        tuning = Ordered(tile, tiles, warpgroups, cluster)
+        shares, items = cluster * tuning.split, tuning.items(rows, columns)
+        # A cluster has one tile: its copying threads must have ended when its blocks meet.
+        whole = shares == 1 or chunks % shares == 0
+        if tuning.stages(form) >= 3 and chunks >= shares and whole and (cluster == 1 or items <= sms // cluster):
+            yield tuning
+
+
 @functools.cache
 def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Ordered | None:
-    """For a weight of `columns` output and `inner` input features and so many rows; None: more rows than are well served."""
+    """What multiplies so many rows; None: there are more than are well served.
+
+    The cheapest by a model of the cycles it takes; its numbers are what tilings of the layers of an 8B model take on an H200.
+    """
     if not 0 < rows <= MOST_ROWS:
         return None
-    tile = next((n for n in (8, 16, 32, 64) if rows <= n), 128)
-    chunks, down = inner // STAGE_INNER, -(-rows // tile)
-    best: tuple[float, Ordered] | None = None
-    for tiles, cluster in itertools.product((4, 2, 1), _JOIN_COST):
-        tuning = Ordered(tile, tiles, 4 if tile <= 32 else 2, cluster)
-        if tiles > tuning.warpgroups:
-            continue
-        shares, items = cluster * tuning.split, -(-columns // tuning.columns) * down
-        # A cluster has one tile: its copying threads must have ended when its blocks meet.
-        if tuning.stages(form) < 3 or chunks < shares or (shares > 1 and chunks % shares) or (cluster > 1 and items > sms // cluster):
-            continue
-        stages, turns = -(-chunks // shares), -(-items // (sms // cluster))
-        bytes_of_all = min(items, sms // cluster) * cluster * tuning.stage_bytes(form)
-        stage = max(tuning.warpgroups * _CHUNK_COST[tile], bytes_of_all / (sms * _BYTES_A_CYCLE))
-        cost = turns * stages * stage + _JOIN_COST[cluster]
-        if best is None or cost < best[0]:
-            best = cost, tuning
-    return None if best is None else best[1]
+
+    def cost(tuning: Ordered) -> float:
+        stages, items = -(-(inner // STAGE_INNER) // (tuning.cluster * tuning.split)), tuning.items(rows, columns)
+        at_once = sms // tuning.cluster
+        bytes_of_all = min(items, at_once) * tuning.cluster * tuning.stage_bytes(form)
+        stage = max(tuning.warpgroups * _CHUNK_COST[tuning.rows], bytes_of_all / (sms * _BYTES_A_CYCLE))
+        return -(-items // at_once) * stages * stage + _JOIN_COST[tuning.cluster]
+
+    return min(candidates(form, columns, inner, rows, sms), key=cost, default=None)
 
 
 _CHUNK_COST = {8: 250.0, 16: 280.0, 32: 325.0, 64: 500.0, 128: 700.0}
@@ -149,7 +163,7 @@ def boxes_of(x: torch.Tensor, weight: LowBit, form: Form, tuning: Ordered) -> tu
 
 
 def grid_of(rows: int, columns: int, tuning: Ordered, sms: int) -> tuple[int, int, int]:
-    items = -(-columns // tuning.columns) * -(-rows // tuning.rows)
+    items = tuning.items(rows, columns)
     assert tuning.cluster == 1 or items <= sms // tuning.cluster
     return (min(items, sms // tuning.cluster) * tuning.cluster, 1, 1)
 
