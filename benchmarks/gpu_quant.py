@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
 from octavo.ops.coded import Activations, CodedRows
+from octavo.ops.cuda import compiled, ordered
 from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, SegmentedWeight
@@ -68,8 +69,10 @@ def packed(layer: LowBitLinear, kind: str, out: int, inner: int, group: int) -> 
     return weight  # type: ignore[return-value]
 
 
-def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
+def grid(form: cuda.Form, columns: int, inner: int, rows: int) -> Iterator[cuda.Tuning | ordered.Ordered]:
     """Tunings that fit."""
+    if form.ordered:
+        yield from ordered.candidates(form, columns, inner, rows, sm_count(DEVICE))
     if rows <= 16:
         tiles = 1 if rows <= 8 else 2
         for warps, split, stages, blocks in itertools.product((4, 8, 14, 16), (1, 2, 4, 8), (2, 3, 4, 6, 8), (1, 2)):
@@ -81,7 +84,7 @@ def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
             )
             if fits and x_registers <= 96 and 0.8 <= even <= 1:
                 yield tuning
-    if rows >= 16:
+    if rows >= 16 and not form.ordered:
         for tile, groups, blocks, integers in itertools.product((16, 32, 64, 128), (1, 2, 3, 4), (1, 2), (True, False)):
             tiled = cuda.Tiles(tile, groups, 1, blocks, integers)
             sums = tile if integers else tile // 2
@@ -91,18 +94,26 @@ def grid(form: cuda.Form, inner: int, rows: int) -> Iterator[cuda.Tuning]:
                 yield tiled.filled(form)
 
 
-def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning] | None:
+def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning | ordered.Ordered] | None:
     form = cuda.form_of(weights[0], x.dtype, bias=False)
     if form is None or len(x) > cuda.MOST_ROWS or architecture(x.device) is None:
         return None
-    inner, timed = low_bit_layout(weights[0]).inner, []
-    tunings = list(grid(form, inner, len(x)))
+    rows, columns, inner = len(x), weights[0].out_features, low_bit_layout(weights[0]).inner
+    tunings = list(grid(form, columns, inner, rows))
     for tuning in tunings:
-        cuda.prepare(form, tuning, inner, DEVICE)
-    for tuning in tunings:
-        elements, counters = cuda.workspace_size(len(x), weights[0].out_features, inner, tuning, sm_count(DEVICE))
+        if isinstance(tuning, ordered.Ordered):
+            compiled.prepare(ordered.Program(form, tuning), DEVICE)
+        else:
+            cuda.prepare(form, tuning, inner, DEVICE)
+
+    def product(tuning: cuda.Tuning | ordered.Ordered) -> Callable[[LowBit], torch.Tensor]:
+        if isinstance(tuning, ordered.Ordered):
+            return lambda weight: ordered.multiply(x, weight, None, form, tuning)
+        elements, counters = cuda.workspace_size(rows, columns, inner, tuning, sm_count(DEVICE))
         workspace = SkinnyWorkspace.allocate(elements, counters, DEVICE) if elements else None
-        timed.append((graph_us([functools.partial(cuda.multiply, x, w, None, form, tuning, workspace) for w in weights]), tuning))
+        return lambda weight: cuda.multiply(x, weight, None, form, tuning, workspace)
+
+    timed = [(graph_us([functools.partial(product(tuning), w) for w in weights]), tuning) for tuning in tunings]
     return min(timed, key=lambda pair: pair[0])
 
 

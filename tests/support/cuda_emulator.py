@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.cuda import dense
+from octavo.ops.cuda import dense, ordered
 from octavo.ops.cuda.launch import Boxes
 from octavo.ops.cuda.low_bit import Form, Images, Tiles, Tuning, arguments, boxes_of, grid_of, source, workspace_size
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
@@ -38,7 +38,7 @@ class Map(ctypes.Structure):
         def five(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
             return (ctypes.c_int64 * 5)(*numbers, *[1] * (5 - len(numbers)))
 
-        return cls(boxes.address, five(*boxes.shape), five(4, *boxes.strides), five(*boxes.box), boxes.exchanged)
+        return cls(boxes.address, five(*boxes.shape), five(4, *boxes.strides), five(*boxes.box), boxes.exchanged + boxes.halved)
 
 
 @functools.cache
@@ -93,6 +93,16 @@ def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Fo
     packed = arguments(x, images, weight, layout, bias, out, workspace)
     run(packed, boxes_of(weight, form, tuning, inner), *grid_of(rows, columns, inner, tuning, _SMS))
     assert workspace is None or not workspace.counters.any()
+    return out
+
+
+def emulate_ordered(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: ordered.Ordered) -> torch.Tensor:
+    """As `octavo.ops.cuda.ordered.multiply`."""
+    out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
+    run = emulated(ordered.source(form, tuning, MACHINE.read_text()), tuning.name, 2)
+    packed = arguments(x, None, weight, low_bit_layout(weight), bias, out, None)
+    sms = (_SMS if tuning.cluster == 1 else 64) * tuning.cluster
+    run(packed, *ordered.boxes_of(x, weight, form, tuning), *ordered.grid_of(len(x), weight.out_features, tuning, sms))
     return out
 
 

@@ -33,7 +33,7 @@ def build(name: str, kernel: Any, signature: dict[str, str], constants: dict[str
     print(json.dumps({"kernel": name, "shared": built.metadata.shared, "wgmma": "wgmma" in ptx, "cp_async": "cp.async" in ptx}))
 
 
-def product(kind: str, x: str, group: int, rows: int, capability: int) -> None:
+def product(kind: str, x: str, group: int, rows: int, capability: int, *, ordered: bool = False) -> None:
     four = kind in low_bit_matmul.FOUR_BITS
     signature = {
         **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{x}"),
@@ -59,6 +59,7 @@ def product(kind: str, x: str, group: int, rows: int, capability: int) -> None:
         "SPLIT": 2,
         "STAGES": 4,
         "BIAS": True,
+        "ORDERED": ordered,
         "OVERLAP": capability >= 90,
     }
     build(f"{kind} {x} {group} {rows} sm{capability}", low_bit_matmul._low_bit_kernel, signature, constants, capability=capability)
@@ -94,8 +95,9 @@ def grouped(kind: str) -> None:
     build(f"experts {kind} sm90", low_bit_experts._experts_kernel, signature, constants)
 
 
-def unpacking(kind: str) -> None:
-    signature = {"w_ptr": _CODES[kind], "scales_ptr": "*fp16", "zeros_ptr": "*u8", "table_ptr": "*fp16", "out_ptr": "*bf16"}
+def unpacking(kind: str, *, ordered: bool = False) -> None:
+    codes = "*i32" if ordered else _CODES[kind]
+    signature = {"w_ptr": codes, "scales_ptr": "*fp16", "zeros_ptr": "*u8", "table_ptr": "*fp16", "out_ptr": "*bf16"}
     constants = {
         "KIND": kind,
         "FOUR": kind in low_bit_matmul.FOUR_BITS,
@@ -103,6 +105,7 @@ def unpacking(kind: str) -> None:
         "ROW_BLOCK": 1,
         "SCALES": True,
         "ZEROS": kind == "int4",
+        "ORDERED": ordered,
     }
     sizes = dict.fromkeys(_SIZES, "i32")
     build(f"unpack {kind}", low_bit_matmul._unpack_kernel, signature | sizes, {**constants, "COLUMNS": 16, "INNER": 256, "OVERLAP": True})
@@ -121,6 +124,8 @@ def main() -> None:
         product(kind, "bf16", 128, 16, 90)
         unpacking(kind)
     product("int4", "fp16", 32, 128, 90)
+    product("int4", "bf16", 128, 16, 90, ordered=True)
+    unpacking("int4", ordered=True)
     product("table", "fp16", 0, 128, 90)
     product("int4", "fp16", 128, 16, 80)
     for kind in _CODES:

@@ -57,6 +57,9 @@ class Int4Weight:
     out_features: int
     in_features: int
     nbytes: int
+    ordered: bool = False
+    """Columns lie in blocks of 128 instead, as the tensor cores take them: of block byte 16 * t + 4 * q + i, the low half is column
+    32 * t + 16 * (i % 2) + 2 * q + i // 2, and the high half the one 8 further."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from octavo.ops.coded import Activations, CodedRows, dequantize, joined
 from octavo.ops.packed import DenseWeight, Int4Weight, Int8Weight, LinearWeight, OffsetWeight, SegmentedWeight, TableWeight
-from octavo.ops.reference.low_bit import pack_coded, round_activations, unpack
+from octavo.ops.reference.low_bit import in_order, pack_coded, round_activations, unpack
 from octavo.ops.triton.linear import TritonLinear
 from octavo.ops.triton.low_bit import LowBitLinear
 from octavo.ops.triton.low_bit_matmul import LowBit, LowBitTuning, _exact, add_sparse, low_bit_layout, low_bit_matmul, unpack_weight
@@ -93,6 +94,23 @@ def test_unpacked_is_the_reference(name: str, device: torch.device) -> None:
         return
     eye = inputs(weight, torch.eye(192, device=device))
     torch.testing.assert_close(got, (expected @ eye), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("group", [128, 256, 0])
+def test_codes_in_the_order_of_tensor_cores(group: int, device: torch.device) -> None:
+    out, inner, rows = 64, 512, 9
+    groups = inner // group if group else 1
+    zeros = torch.randint(0, 16, (out, groups)).short()
+    coded = CodedRows(torch.randint(0, 16, (out, inner), dtype=torch.uint8), 4, torch.rand(out, groups).half() * 0.01, zeros, group=group)
+    as_read = pack_coded(on(coded, device), half(device))
+    assert isinstance(as_read, Int4Weight)
+    weight = replace(as_read, data=in_order(as_read.data), ordered=True)
+    assert torch.equal(unpack(weight, torch.float32), unpack(as_read, torch.float32))
+    assert torch.equal(unpack_weight(weight, torch.float32), unpack_weight(as_read, torch.float32))
+    x, workspace = torch.randn(rows, inner, device=device).to(half(device)), SkinnyWorkspace.allocate(8 * 32 * 2 * 32, 16, device)
+    for tuning in (LowBitTuning(32, 128, 1, 4, 3, rows=16), LowBitTuning(32, 64, 2, 4, 3, rows=16)):
+        got = low_bit_matmul(x, weight, None, workspace, tuning)
+        assert relative_error(got, x.double() @ unpack(weight, torch.float64).T) < 5e-3
 
 
 @pytest.mark.parametrize("rows", [1, 16, 70, 300])
@@ -231,7 +249,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(program, cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 21
+    assert len(kernels) == 23
     for kernel in kernels:
         assert kernel["shared"] < 200_000
         if kernel["kernel"].endswith("sm90"):

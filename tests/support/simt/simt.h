@@ -1,4 +1,5 @@
-// The functions of octavo/ops/cuda/kernels/simt.h on a CPU: the threads of a block are contexts that take turns at barriers.
+// The functions of octavo/ops/cuda/kernels/simt.h on a CPU: the threads of a block, or of the blocks of a cluster, are contexts that take
+// turns at barriers.
 
 #include <sched.h>
 #include <time.h>
@@ -37,7 +38,9 @@ struct Map {
 };
 #define CONSTANT_MAP const Map&
 
-alignas(1024) static u8 shared_memory[232448];
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 struct Lane {
   ucontext_t context;
@@ -54,10 +57,12 @@ struct Lane {
 };
 static std::vector<Lane> lanes;
 static ucontext_t scheduler;
-static int current, block[3], grid_x;
+static int current, block[3], grid_x, block_threads;  // `current` counts the threads of a cluster
+alignas(1024) static u8 memories[CLUSTER][232448];
+#define shared_memory memories[current / block_threads]
 
-INLINE int thread_id() { return current; }
-INLINE int block_x() { return block[0]; }
+INLINE int thread_id() { return current % block_threads; }
+INLINE int block_x() { return block[0] + current / block_threads; }
 INLINE int block_y() { return block[1]; }
 INLINE int block_z() { return block[2]; }
 INLINE int blocks_x() { return grid_x; }
@@ -67,7 +72,7 @@ INLINE int blocks_x() { return grid_x; }
 static void others_turn() { swapcontext(&lanes[current].context, &scheduler); }
 struct Counter { int waiting = 0, generation = 0; };
 static std::vector<Counter> warp_counters;
-static Counter block_counter;
+static Counter block_counters[CLUSTER], cluster_counter;
 static void meet(Counter& counter, int all) {
   int generation = counter.generation;
   if (++counter.waiting == all) {
@@ -80,7 +85,19 @@ template <int>
 INLINE void take_registers() {}
 template <int>
 INLINE void leave_registers() {}
-INLINE void block_barrier() { meet(block_counter, (int)lanes.size()); }
+INLINE void block_barrier() { meet(block_counters[current / block_threads], block_threads); }
+// Threads that have ended are not waited for.
+INLINE void cluster_arrive() {}
+INLINE void cluster_wait() {
+  const int generation = cluster_counter.generation;
+  cluster_counter.waiting++;
+  while (cluster_counter.generation == generation) {
+    int running = 0;
+    for (const Lane& lane : lanes) running += !lane.done;
+    if (cluster_counter.waiting == running) cluster_counter.waiting = 0, cluster_counter.generation++;
+    else others_turn();
+  }
+}
 static Counter some_counter;
 INLINE void some_barrier(int threads) { meet(some_counter, threads); }
 static Counter turns[16];
@@ -203,7 +220,7 @@ static void warp_mma_of(float (*number)(u16), float (&d)[4], const u32 (&a)[4], 
 INLINE void warp_mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { warp_mma_of(widened, d, a, b0, b1); }
 INLINE void warp_mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { warp_mma_of(from_float16, d, a, b0, b1); }
 
-INLINE u32 shared_address(const void* p) { return (const u8*)p - shared_memory; }
+INLINE u32 shared_address(const void* p) { return (const u8*)p - &shared_memory[0]; }
 template <bool unsigned_b>
 INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   int lane = current & 31;
@@ -219,7 +236,7 @@ INLINE void warp_mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
   warp_barrier();
 }
-static u32 shuffled[1024];
+static u32 shuffled[1024 * CLUSTER];
 INLINE u32 of_lane(u32 x, int lane) {
   shuffled[current] = x;
   warp_barrier();
@@ -362,6 +379,7 @@ INLINE void warpgroup_mma_fresh(T (&d)[count], const u32 (&a)[4], u32 tile, int 
 #endif
 
 INLINE U4 shared16(u32 at) { return stream16(shared_memory + at); }
+INLINE U4 shared16_of(u32 at, int rank) { return stream16(memories[rank] + at); }
 INLINE U4 shared8(u32 at) { return stream8(shared_memory + at); }
 INLINE u32 shared4(u32 at) { return checked<u32>(shared_memory + at); }
 INLINE u16 shared2(u32 at) { return checked<u16>(shared_memory + at); }
@@ -395,7 +413,8 @@ INLINE float power_of_2(float x) { return std::exp2(x); }
 struct Phase {
   int all, arrived = 0, bytes = 0, completed = 0;
 };
-static std::map<u32, Phase> phases;
+static std::map<u32, Phase> all_phases[CLUSTER];
+#define phases all_phases[current / block_threads]
 static void end_phase(Phase& p) {
   if (p.arrived == p.all && p.bytes == 0) p.arrived = 0, p.completed++;
 }
@@ -427,7 +446,7 @@ static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 ba
       offset += x * map.strides[d];
     }
     u32 at = to + 4 * i;
-    if (map.exchanged) at ^= (at >> 7 & 7) << 4;
+    if (map.exchanged) at ^= (at >> 7 & (map.exchanged == 1 ? 7 : 3)) << 4;  // lines of 128 bytes, or of 64
     if (inside) memcpy(shared_memory + at, map.data + offset, 4);
     else memset(shared_memory + at, 0, 4);
   }
@@ -458,7 +477,7 @@ INLINE void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
   end_phase(phases.at(bar));
 }
 
-static bool votes[64];
+static bool votes[32 * CLUSTER];
 INLINE bool any_lane(bool x) {
   votes[current / 32] = false;
   warp_barrier();
@@ -521,16 +540,18 @@ static void enter() {
 }
 static void run_blocks(int threads, int x, int y, int z, std::function<void()> kernel) {
   body = kernel;
-  grid_x = x;
+  grid_x = x, block_threads = threads;
+  if (x % CLUSTER) abort();
   for (block[2] = 0; block[2] < z; block[2]++)
     for (block[1] = 0; block[1] < y; block[1]++)
-      for (block[0] = 0; block[0] < x; block[0]++) {
-        lanes.assign(threads, Lane());
-        warp_counters.assign(threads / 32, Counter());
-        block_counter = some_counter = Counter();
+      for (block[0] = 0; block[0] < x; block[0] += CLUSTER) {
+        lanes.assign(threads * CLUSTER, Lane());
+        warp_counters.assign(threads * CLUSTER / 32, Counter());
+        for (Counter& counter : block_counters) counter = Counter();
+        cluster_counter = some_counter = Counter();
         for (Counter& turn : turns) turn = Counter();
-        phases.clear();
-        memset(shared_memory, 0xff, sizeof(shared_memory));
+        for (auto& of_block : all_phases) of_block.clear();
+        memset(memories, 0xff, sizeof(memories));
         for (auto& lane : lanes) {
           lane.stack.resize(128 << 10);
           getcontext(&lane.context);
@@ -541,7 +562,7 @@ static void run_blocks(int threads, int x, int y, int z, std::function<void()> k
         }
         for (int left = threads; left;) {
           left = 0;
-          for (current = 0; current < threads; current++)
+          for (current = 0; current < threads * CLUSTER; current++)
             if (!lanes[current].done) swapcontext(&scheduler, &lanes[current].context), left += !lanes[current].done;
         }
       }

@@ -34,6 +34,10 @@ class Program(Hashable, Protocol):
     def shared_bytes(self) -> int:
         """Of a block."""
 
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster; 1: there are none."""
+
     def device_source(self) -> str: ...
 
 
@@ -65,7 +69,8 @@ def kernel(program: Program, device: torch.device) -> Kernel:
     """
     code = _code(program, device).result()
     with torch.cuda.device(device):
-        return Kernel(code, program.name, program.threads, program.shared_bytes, overlap=overlap_supported(device))
+        overlap = overlap_supported(device)
+        return Kernel(code, program.name, program.threads, program.shared_bytes, overlap=overlap, cluster=program.cluster)
 
 
 class Kind:

@@ -128,6 +128,8 @@ class Program:
 
     name = "dense_rows"
 
+    cluster = 1
+
     @property
     def threads(self) -> int:
         return self.tuning.threads

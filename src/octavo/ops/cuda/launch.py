@@ -11,18 +11,19 @@ import torch
 from octavo.ops.triton.launch import PREFERRED_CARVEOUT
 
 _MAX_DYNAMIC_SHARED = 8
+_CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _UINT32 = 2
-_SWIZZLE_128_BYTES = 3
+_SWIZZLE_64_BYTES, _SWIZZLE_128_BYTES = 2, 3
 _PROMOTE_TO_256_BYTES = 3
 """Numbers of the driver's CUfunction_attribute, CUlaunchAttributeID, CUtensorMapDataType, CUtensorMapSwizzle and
 CUtensorMapL2promotion."""
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, and 64 bytes of which this one uses the first four."""
+    """CUlaunchAttribute: an id, and 64 bytes of which these use the first four or twelve."""
 
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -73,6 +74,8 @@ class Boxes:
     """Elements that are copied at once."""
     exchanged: bool = False
     """Lines of 128 bytes, their 16-byte pieces exchanged by the line's number modulo 8 (by address: boxes go to multiples of 1024)."""
+    halved: bool = False
+    """Then lines of 64 bytes, their pieces exchanged by half the line's number modulo 4."""
     promoted: bool = True
     """Whether L2 fetches 256 bytes where fewer are asked for."""
 
@@ -93,7 +96,7 @@ def tensor_map(boxes: Boxes) -> TensorMap:
         (ctypes.c_uint32 * rank)(*boxes.box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,
-        _SWIZZLE_128_BYTES if boxes.exchanged else 0,
+        (_SWIZZLE_64_BYTES if boxes.halved else _SWIZZLE_128_BYTES) if boxes.exchanged else 0,
         _PROMOTE_TO_256_BYTES if boxes.promoted else 0,
         0,
     )
@@ -109,9 +112,10 @@ class Kernel:
         threads: of a block.
         shared_bytes: of a block, asked for at the launch.
         overlap: whether it may be set up while the kernel before it runs; it then waits by itself (`wait_for_inputs`).
+        cluster: blocks, one beside the other in x, that run at the same time and read each other's shared memory.
     """
 
-    def __init__(self, code: bytes, name: str, threads: int, shared_bytes: int, *, overlap: bool) -> None:
+    def __init__(self, code: bytes, name: str, threads: int, shared_bytes: int, *, overlap: bool, cluster: int = 1) -> None:
         torch.cuda.current_stream()  # a context is there from here on
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel could not be loaded")
@@ -122,12 +126,14 @@ class Kernel:
             )
         # All kernels want the same division of an SM's memory: see `ops.triton.launch.prefer_shared_memory`.
         _check(_driver().cuFuncSetAttribute(self._function, PREFERRED_CARVEOUT, 100), "Division of shared memory")
-        self._attributes = (_LaunchAttribute * 1)(_LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1))
-        self._threads, self._shared, self._count = threads, shared_bytes, int(overlap)
+        attributes = [_LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=(1, 0, 0))] * overlap
+        attributes += [_LaunchAttribute(id=_CLUSTER_DIMENSION, value=(cluster, 1, 1))] * (cluster > 1)
+        self._attributes = (_LaunchAttribute * len(attributes))(*attributes)
+        self._threads, self._shared = threads, shared_bytes
 
     def launch(self, grid: tuple[int, int, int], *arguments: ctypes.Structure) -> None:
         """`arguments`: the kernel's parameters, by value."""
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(grid, (self._threads, 1, 1), self._shared, stream, self._attributes, self._count)
+        config = _LaunchConfig(grid, (self._threads, 1, 1), self._shared, stream, self._attributes, len(self._attributes))
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "A kernel could not be launched")

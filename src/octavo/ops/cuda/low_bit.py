@@ -21,7 +21,7 @@ from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBit, LowBitLayout, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
-_SOURCES = Path(__file__).parent / "kernels"
+SOURCES = Path(__file__).parent / "kernels"
 _KINDS: tuple[KindName, ...] = ("int4", "table", "int8", "float8")
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -45,6 +45,8 @@ class Form:
     scales: bool
     zeros: bool
     bias: bool
+    ordered: bool = False
+    """See `Int4Weight.ordered`."""
 
     @property
     def halves(self) -> bool:
@@ -88,6 +90,7 @@ class Form:
             "WIDE": self.wide,
             "GROUP": self.group,
             "BIAS": self.bias,
+            "ORDERED": self.ordered,
         }
         types = {"SCALE_TYPE": self.scale_type, "SCALE_TYPE_TABLE": self.table_type, "SCALES": self.scales, "ZEROS": self.zeros}
         return {name: int(value) for name, value in (numbers | types).items()}
@@ -238,7 +241,8 @@ Tuning = Stream | Tiles
 
 MOST_ROWS = 256
 """More rows are better served by unpacking the weight for cuBLAS."""
-_STREAM_ROWS = 8
+STREAM_ROWS = 8
+"""That `stream` multiplies."""
 _X_REGISTERS, _X_REGISTERS_OF_MANY = 64, 40
 """That `stream` may spend on x, with up to 14 warps and with more: those have 96 registers a thread instead of 128."""
 
@@ -250,7 +254,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
     """
     if not 0 < rows <= MOST_ROWS:
         return None
-    if rows <= _STREAM_ROWS:
+    if rows <= STREAM_ROWS:
         chunks, words = inner // form.chunk, form.chunk // 8
         for split in (1, 2, 4, 8):
             per_warp = -(-chunks // (16 * split))
@@ -259,7 +263,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
             if per_warp * words <= _X_REGISTERS:
                 return Stream(1, -(-chunks // (split * per_warp)), split, 4)
         return None
-    if form.group and form.group % STAGE_INNER and STAGE_INNER % form.group:
+    if form.ordered or (form.group and form.group % STAGE_INNER and STAGE_INNER % form.group):
         return None
     large = columns * inner >= 8 * 132 * 128 * STAGE_INNER
     if rows <= 16:
@@ -316,6 +320,7 @@ def form_of(weight: LowBit, dtype: torch.dtype, *, bias: bool) -> Form | None:
         scales=layout.scales is not None,
         zeros=layout.zeros is not None,
         bias=bias,
+        ordered=layout.ordered,
     )
 
 
@@ -327,7 +332,7 @@ def source(form: Form, tuning: Tuning | Inputs, inner: int, machine: str) -> str
     """The program of one kernel; `machine` is the text of `simt.h`."""
     definitions = form.definitions() | tuning.definitions(form, inner)
     lines = [f"#define {name} {value}" for name, value in definitions.items()]
-    return "\n".join([*lines, machine, (_SOURCES / "low_bit.h").read_text(), (_SOURCES / tuning.source).read_text()])
+    return "\n".join([*lines, machine, (SOURCES / "low_bit.h").read_text(), (SOURCES / tuning.source).read_text()])
 
 
 @dataclass(frozen=True)
@@ -349,6 +354,8 @@ class Program:
         form = dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False)
         return cls(form, tuning.inputs, inner)
 
+    cluster = 1
+
     @property
     def name(self) -> str:
         return self.tuning.name
@@ -362,13 +369,13 @@ class Program:
         return self.tuning.shared_bytes(self.form, self.inner)
 
     def device_source(self) -> str:
-        machine, tuning = (_SOURCES / "simt.h").read_text(), self.tuning
+        machine, tuning = (SOURCES / "simt.h").read_text(), self.tuning
         if isinstance(tuning, Tiles):
-            machine += _warpgroup_mma(tuning.inputs.rows_a_pass, half=self.form.half, integers=tuning.integers)
+            machine += warpgroup_mma(tuning.inputs.rows_a_pass, half=self.form.half, integers=tuning.integers)
         return source(self.form, tuning, self.inner, machine)
 
 
-def _warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:
+def warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:
     """d [64, columns] += a [64, 32 bytes] @ x[columns, 32 bytes].T, a from registers, x from shared memory, spread over a warpgroup's
     lanes; `fresh`: d is written only. Columns are `rows`, and for integers as many again.
     """
@@ -385,7 +392,7 @@ INLINE void {name}({number} (&d)[{count}], const u32 (&a)[4], u32 tile, int byte
   asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 5}, 0;\\n"
                "wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, {{{a}}}, %{count + 4}, add{more};\\n}}"
                : {operands}
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand(tile, byte)), "r"({add}));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand_of(tile, byte)), "r"({add}));
 }}
 """)
     return "".join(functions)
@@ -491,6 +498,7 @@ def multiply(
     Returns:
         [rows, out_features] in x's dtype.
     """
+    assert not (form.ordered and isinstance(tuning, Tiles))
     layout = low_bit_layout(weight)
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     sms, inner = sm_count(x.device), layout.inner

@@ -44,6 +44,7 @@ class Form:
     """The cache is, e4m3."""
 
     name = "paged_decode"
+    cluster = 1
     threads = 3 * 32 * _WARPS
 
     @property

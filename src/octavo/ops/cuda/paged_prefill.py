@@ -39,6 +39,7 @@ class Form:
     group: int
 
     name = "paged_prefill"
+    cluster = 1
 
     @property
     def tokens(self) -> int:

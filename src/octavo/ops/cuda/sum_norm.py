@@ -39,7 +39,7 @@ class Form:
     """Each four bytes travel with their row's epoch, instead of a flag behind the row."""
     two_shots: bool
 
-    name, shared_bytes = "sum_norm", 256
+    name, shared_bytes, cluster = "sum_norm", 256, 1
 
     @property
     def pieces(self) -> int:

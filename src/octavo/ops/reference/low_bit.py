@@ -70,7 +70,7 @@ def unpack(weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
             coded = CodedRows(weight.data, 8, weight.scales.T, zeros, group=weight.group)
             return _to_inputs(dequantize(coded, dtype), weight.columns, weight.in_features)
         case Int4Weight():
-            codes = _whole_bytes(weight.data)
+            codes = _whole_bytes(out_of_order(weight.data) if weight.ordered else weight.data)
             zeros = torch.full_like(weight.scales, 8, dtype=torch.int16) if weight.zeros is None else weight.zeros
             stored = weight.in_features if weight.columns is None else len(weight.columns)
             coded = CodedRows(codes[:, :stored], 4, weight.scales.T, zeros.T, group=weight.group)
@@ -146,6 +146,20 @@ def _whole_bytes(data: torch.Tensor) -> torch.Tensor:
     """The way back from `interleaved`, with the padding."""
     blocks = data.view(len(data), -1, HALF)
     return torch.stack((blocks & 15, blocks >> 4), 2).flatten(1)
+
+
+def in_order(data: torch.Tensor) -> torch.Tensor:
+    """4-bit codes [rows, bytes], of whole blocks of 128 columns, as `Int4Weight.ordered` has them."""
+    codes = _whole_bytes(data).view(len(data), -1, 2, 2, 4, 2)  # 32 columns, sixteen, eight, quarter, odd
+    placed = codes.permute(0, 1, 4, 5, 2, 3)
+    return (placed[..., 0] | placed[..., 1] << 4).reshape(len(data), -1)
+
+
+def out_of_order(data: torch.Tensor) -> torch.Tensor:
+    """The way back from `in_order`."""
+    bytes_ = data.view(len(data), -1, 4, 2, 2)  # 32 columns, quarter, odd, sixteen
+    codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).permute(0, 1, 4, 5, 2, 3)
+    return interleaved(codes.reshape(len(data), -1))
 
 
 def _to_inputs(weight: torch.Tensor, columns: torch.Tensor | None, in_features: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from octavo.ops.coded import CodedRows, dequantize
-from octavo.ops.cuda import compiled, dense
+from octavo.ops.cuda import compiled, dense, ordered
 from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
@@ -45,6 +45,7 @@ class LowBitLinear:
             return DenseWeight.plain(dequantize(rows, dtype))
         weight = pack_coded(rows, dtype)
         if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
+            weight = ordered.ordered(weight) if self._form(weight, dtype, bias=False) is not None else weight
             self._reserve(weight, dtype)
             form = self._form(weight, dtype, bias=False)
             columns, inner, device = weight.out_features, low_bit_layout(weight).inner, weight.data.device
@@ -59,12 +60,12 @@ class LowBitLinear:
             return rounded
         layout, rows = low_bit_layout(weight), x.shape[0]
         form = self._form(weight, x.dtype, bias=bias is not None) if rows <= _most_rows(weight) else None
-        native = None if form is None else cuda.choice(form, weight.out_features, layout.inner, rows, sm_count(x.device))
+        native = None if form is None else _native(form, weight.out_features, layout.inner, rows, sm_count(x.device))
         if form is not None and native is not None:
-            ordered = _aligned(_in_order(x, weight))
-            product = self._cuda_kernels.attempt(lambda: cuda.multiply(ordered, weight, bias, form, native, self._workspace))
+            placed = _aligned(_in_order(x, weight))
+            product = self._cuda_kernels.attempt(lambda: self._multiply(placed, weight, bias, form, native))
             if product is not None:
-                return _with_outliers(weight, ordered, product)
+                return _with_outliers(weight, placed, product)
         tuning = choice(layout.kind, weight.out_features, layout.inner, layout.group, rows, sm_count(x.device))
         if tuning is None:
             if (rounded := _eight_bit_product(x, weight, bias)) is not None:
@@ -76,6 +77,13 @@ class LowBitLinear:
             x = x if x.stride(-1) == 1 else x.contiguous()
             out = low_bit_matmul(x, weight, bias, self._workspace, tuning)
         return _with_outliers(weight, x, out)
+
+    def _multiply(
+        self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: cuda.Form, native: cuda.Tuning | ordered.Ordered
+    ) -> torch.Tensor:
+        if isinstance(native, ordered.Ordered):
+            return ordered.multiply(x, weight, bias, form, native)
+        return cuda.multiply(x, weight, bias, form, native, self._workspace)
 
     def _form(self, weight: LowBit, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
         """What the CUDA C++ kernels make of a weight, where they run and take it."""
@@ -109,8 +117,12 @@ class LowBitLinear:
             return
         self._reserved.add(shape)
         for rows in range(1, most + 1):
-            native = None if form is None else cuda.choice(form, columns, layout.inner, rows, sm_count(device))
-            if form is not None and native is not None:
+            native = None if form is None else _native(form, columns, layout.inner, rows, sm_count(device))
+            if form is None or native is None:
+                continue
+            if isinstance(native, ordered.Ordered):
+                compiled.prepare(ordered.Program(form, native), device)
+            else:
                 cuda.prepare(form, native, layout.inner, device)
                 self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
         for rows in range(1, dense.MOST_ROWS + 1):
@@ -124,6 +136,17 @@ class LowBitLinear:
 
     def _enlarge(self, elements: int, tiles: int, device: torch.device) -> None:
         self._workspace = SkinnyWorkspace.enlarged(self._workspace, elements, tiles, device)
+
+
+_FEWEST_ORDERED_ROWS = 5
+"""That `ordered` multiplies: it takes as long for one row as for eight, `stream` longer for eight and no longer for one."""
+
+
+def _native(form: cuda.Form, columns: int, inner: int, rows: int, sms: int) -> cuda.Tuning | ordered.Ordered | None:
+    """The CUDA C++ kernel that multiplies so many rows, if one does."""
+    if form.ordered and rows >= _FEWEST_ORDERED_ROWS:
+        return ordered.choice(form, columns, inner, rows, sms)
+    return cuda.choice(form, columns, inner, rows, sms)
 
 
 _MOST_ROWS_BEFORE_8_BITS = 8

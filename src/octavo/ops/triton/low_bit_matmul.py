@@ -83,12 +83,13 @@ def accumulated(
     EVEN: tl.constexpr,
     INNER: tl.constexpr,
     STAGES: tl.constexpr,
+    ORDERED: tl.constexpr = False,
 ):
     """acc [columns, rows] plus the products of inner elements from `lo` up to `hi`, scaled.
 
     x_columns: [1, rows] where each row of x begins. w_rows, entries: [columns, 1] where each column's codes and table begin.
     scale_at, zero_at: [columns] those of group 0. GROUP: columns of a group, 0 where one scale is for a whole row. ZEROS: each group has
-    a zero point (else 8 for int4, 0). X: x's dtype.
+    a zero point (else 8 for int4, 0). X: x's dtype. ORDERED: see `Int4Weight.ordered`.
     """
     IN_HALF: tl.constexpr = tl.float16 == X
     POWER: tl.constexpr = 1024 if IN_HALF else 128
@@ -101,8 +102,13 @@ def accumulated(
                 w = tl.load(w_rows + at)
             else:
                 w = tl.load(w_rows + at, mask=in_columns[:, None] & (at < stored), other=0)
-            first = k0 + (b // 32) * 64 + b % 32
-            second = first + 32
+            if ORDERED:
+                byte = k0 // 2 + b
+                first = byte // 16 * 32 + byte % 2 * 16 + byte // 4 % 4 * 2 + byte // 2 % 2
+                second = first + 8
+            else:
+                first = k0 + (b // 32) * 64 + b % 32
+                second = first + 32
             if EVEN:
                 x_low = tl.load(x_columns + first[:, None], mask=in_rows, other=0.0)
                 x_high = tl.load(x_columns + second[:, None], mask=in_rows, other=0.0)
@@ -199,6 +205,7 @@ def _low_bit_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
+    ORDERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -240,6 +247,7 @@ def _low_bit_kernel(
         EVEN,
         INNER,
         STAGES,
+        ORDERED,
     )
     out = out_ptr + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     kept = in_rows & in_columns[:, None]
@@ -276,6 +284,8 @@ class LowBitLayout:
     table: torch.Tensor | None
     inner: int
     """Inputs as they are stored: with those that fill up groups."""
+    ordered: bool = False
+    """See `Int4Weight.ordered`."""
 
 
 def low_bit_layout(weight: LowBit) -> LowBitLayout:
@@ -288,8 +298,8 @@ def low_bit_layout(weight: LowBit) -> LowBitLayout:
             inner = weight.in_features if weight.columns is None else len(weight.columns)
             groups, out = weight.scales.shape
             kind: KindName = "int4" if isinstance(weight, Int4Weight) else "int8"
-            group = weight.group if groups > 1 else 0
-            return LowBitLayout(kind, group, groups, 1, weight.scales, out, 1, weight.zeros, None, inner)
+            group, ordered = weight.group if groups > 1 else 0, isinstance(weight, Int4Weight) and weight.ordered
+            return LowBitLayout(kind, group, groups, 1, weight.scales, out, 1, weight.zeros, None, inner, ordered)
         case TableWeight():
             groups = 0 if weight.scales is None else weight.scales.shape[0]
             group = weight.group if groups > 1 else 0
@@ -364,6 +374,7 @@ def low_bit_matmul(
         SPLIT=tuning.split,
         STAGES=tuning.stages,
         BIAS=bias is not None,
+        ORDERED=layout.ordered,
         OVERLAP=overlap,
         **({"launch_pdl": True} if overlap else {}),
         num_warps=tuning.warps,
@@ -393,6 +404,7 @@ def _unpack_kernel(
     ZEROS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    ORDERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -402,7 +414,14 @@ def _unpack_kernel(
     k = tl.program_id(1) * INNER + tl.arange(0, INNER)
     kept = (n < columns)[:, None] & (k < inner)[None, :]
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
-    if FOUR:
+    if ORDERED:
+        # Words of the codes that lie 8 columns apart, of an even and an odd one: see `Int4Weight.ordered`.
+        word = tl.program_id(1) * (INNER // 8) + tl.arange(0, INNER // 8)
+        words = tl.load(w_rows + word[None, :], mask=(n < columns)[:, None] & (word < inner // 8)[None, :], other=0)
+        shift = tl.reshape(tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 2)[None, :] * 16, (1, 1, 1, 4, 2))
+        codes = ((tl.reshape(words, (COLUMNS, INNER // 32, 4, 1, 1)) >> shift) & 15).to(tl.uint8)
+        w = tl.reshape(tl.permute(codes, (0, 1, 3, 2, 4)), (COLUMNS, INNER))
+    elif FOUR:
         w = tl.load(w_rows + ((k // 64) * 32 + k % 32)[None, :], mask=kept, other=0)
         w = (w >> (((k // 32) % 2) * 4).to(tl.uint8)[None, :]) & 15
     else:
@@ -428,8 +447,9 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(columns, layout.inner, dtype=dtype, device=weight.data.device)
     overlap = overlap_supported(out.device)
     grid = (triton.cdiv(columns, 16), triton.cdiv(layout.inner, 256))
+    data = weight.data.view(torch.int32) if layout.ordered else weight.data
     _unpack_kernel[grid](
-        weight.data,
+        data,
         weight.data if layout.scales is None else layout.scales,
         weight.data if layout.zeros is None else layout.zeros,
         weight.data if layout.table is None else layout.table,
@@ -439,7 +459,7 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
         layout.scale_group_stride,
         layout.scale_row_stride,
         0 if layout.table is None or len(layout.table) == 1 else layout.table.stride(0),
-        weight.data.stride(0),
+        data.stride(0),
         out.stride(0),
         KIND=layout.kind,
         FOUR=layout.kind in FOUR_BITS,
@@ -449,6 +469,7 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
         ZEROS=layout.zeros is not None,
         COLUMNS=16,
         INNER=256,
+        ORDERED=layout.ordered,
         OVERLAP=overlap,
         **({"launch_pdl": True} if overlap else {}),
         num_warps=4,

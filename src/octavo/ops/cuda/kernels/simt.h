@@ -211,6 +211,20 @@ INLINE void wait_for_loads(u32 a, u32 b) {
 }
 INLINE void warp_barrier() { __syncwarp(); }
 
+// Blocks of a cluster are there at the same time. What a thread wrote before it arrived is seen by all that have waited; all of the
+// cluster's threads take part, but those that have ended.
+INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// From the same place in the shared memory of another block of the cluster.
+INLINE U4 shared16_of(u32 at, int rank) {
+  U4 r;
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\nld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [there];\n}"
+               : "=r"(r.v[0]), "=r"(r.v[1]), "=r"(r.v[2]), "=r"(r.v[3])
+               : "r"(at), "r"(rank)
+               : "memory");
+  return r;
+}
+
 // Barriers in shared memory: a phase ends when all have arrived, and all bytes that were announced.
 INLINE void set_barrier(u32 bar, int arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory"); }
 INLINE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -317,6 +331,8 @@ INLINE u64 swizzled_operand(u32 tile, int byte) {
   const u32 low = ((tile & 0x3ffff) >> 4 | 1u << 16) + (byte >> 4);
   return (u64)(64u | 1u << 30) << 32 | low;
 }
+// The same, for several bytes of one tile: what they have in common is made once.
+INLINE u64 swizzled_operand_of(u32 tile, int byte) { return swizzled_operand(tile, 0) + (u64)(byte >> 4); }
 // The same for a matrix whose columns are the rows: 16 of them, 64 elements of each, and `lines` bytes further the next 64.
 INLINE u64 transposed_operand(u32 tile, int byte, int lines) {
   const u32 low = ((tile & 0x3ffff) >> 4 | (u32)lines >> 4 << 16) + (byte >> 4);

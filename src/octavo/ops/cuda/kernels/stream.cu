@@ -87,16 +87,29 @@ UNROLL
 UNROLL
     for (int s = 0; s < PER_WARP; s++) {
       int sums[2] = {0, 0};
+      U4 given[VECTORS];
+UNROLL
+      for (int v = 0; v < VECTORS; v++) given[v] = x[s][i][v];
 UNROLL
       for (int v = 0; v < VECTORS; v++) {
         u32 high[2], low[2];
 UNROLL
         for (int four = 0; four < 2; four++) {
+#if ORDERED
+          // The lower halves of the bytes of a word of codes, or the upper ones: pairs that lie 16 elements apart, of each one in turn.
+          const int word = v % 2 * 2 + four;
+          const u32 pairs[2] = {given[v / 2].v[word], given[v / 2 + 2].v[word]};
+#endif
           // Added to 1.5 * 2^23, a number is rounded to an integer, whose two bytes are the lowest of the sum's bits.
           u32 n[4];
 UNROLL
           for (int e = 0; e < 4; e++) {
-            n[e] = as_bits(widen(x[s][i][v].v[2 * four + e / 2] >> e % 2 * 16) * inverse + 12582912.0f);
+#if ORDERED
+            const u32 number = pairs[e % 2] >> e / 2 * 16;
+#else
+            const u32 number = given[v].v[2 * four + e / 2] >> e % 2 * 16;
+#endif
+            n[e] = as_bits(widen(number) * inverse + 12582912.0f);
             sums[HALVES ? v / (VECTORS / 2) : 0] += (int)(n[e] - 0x4b400000u);
           }
           const u32 first = permute(n[0], n[1], 0x5140), second = permute(n[2], n[3], 0x5140);  // lower bytes, then upper
@@ -164,14 +177,24 @@ UNROLL
 UNROLL
     for (int i = 0; i < TILES; i++) {
       const int m = i * 8 + (lane >> 2), chunk = range.begin + s * WARPS + warp;
+      const bool there = m < p.rows && chunk < range.end;
+#if ORDERED
+      const u8* at = p.x + (long long)m * p.x_stride + (long long)chunk * (2 * CHUNK) + (lane & 3) * 64;
+UNROLL
+      for (int v = 0; v < VECTORS; v++) {
+        x[s][i][v] = U4{{0, 0, 0, 0}};
+        if (there) x[s][i][v] = load16(at + v * 16);
+      }
+#else
       const u8* at = p.x + (long long)m * p.x_stride + 2 * inner_of(lane & 3) + (long long)chunk * (2 * CHUNK);
 UNROLL
       for (int v = 0; v < VECTORS; v++) {
         // Eight elements: two steps of 4; of 4-bit codes first the lower halves of the bytes, then the upper ones.
         const int step = FOUR_BITS ? v % (WORDS / 2) * 4 + v / (WORDS / 2) : v * 2;
         x[s][i][v] = U4{{0, 0, 0, 0}};
-        if (m < p.rows && chunk < range.end) x[s][i][v] = load16(at + 2 * inner_offset(step));
+        if (there) x[s][i][v] = load16(at + 2 * inner_offset(step));
       }
+#endif
     }
 
 #if INTEGERS
