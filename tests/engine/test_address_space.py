@@ -33,7 +33,7 @@ def limited(kilobytes: int, *argv: str) -> list[str]:
 
 
 def serve(kilobytes: int, *flags: str) -> list[str]:
-    return limited(kilobytes, sys.executable, "-m", "octavo", "serve", str(MODEL), "--device", "cpu", *flags)
+    return limited(kilobytes, sys.executable, "-m", "octavo", "serve", str(MODEL), "--device", "cpu", "--threads", "1", *flags)
 
 
 @pytest.mark.model
@@ -104,7 +104,7 @@ def test_a_cache_that_leaves_nothing_for_steps_ends_requests_clearly_and_no_serv
     """The user insists on a cache that takes nearly all addresses: steps shrink, or requests end with a sentence; the next ones are served."""
     log = tmp_path / "log"
     with server(log, 560_000, "--max-model-len", "2048", "--kv-cache-memory-bytes", str(245 << 20)) as url:
-        with ThreadPoolExecutor(24) as threads:
+        with ThreadPoolExecutor(8) as threads:
             replies = list(threads.map(lambda number: ask(url, number), range(24)))
         again = ask(url, 3)
     assert {status for status, _ in replies} <= {200, 503}, [reply for reply in replies if reply[0] not in (200, 503)][:3]
@@ -115,6 +115,8 @@ def test_a_cache_that_leaves_nothing_for_steps_ends_requests_clearly_and_no_serv
 
 DEEP = """
 import threading
+from octavo.config import address_space
+address_space.be_frugal()
 from octavo.grammar import stack
 from octavo.grammar.stack import on_deep_stack
 
