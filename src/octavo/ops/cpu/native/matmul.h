@@ -185,6 +185,21 @@ struct UnpackedGroups {
     INLINE_MEMBER vf second(int64_t group, int v) const { return load(scaling[group - from].second + v * W); }
 };
 
+// The fours of columns in which one of T tokens has a high part: what the others have there is zero.
+template <int T>
+INLINE uint32_t large_of(const uint8_t* large) {
+    uint32_t fours = 0;
+    if constexpr (T == 8 || T == 4) {
+        std::conditional_t<T == 8, uint64_t, uint32_t> all;
+        memcpy(&all, large, T);
+        if (__builtin_expect(!all, 1)) return 0;
+        for (int t = 0; t < T; t++) fours |= (uint32_t)(all >> 8 * t);
+        return fours & 255;
+    }
+    for (int t = 0; t < T; t++) fours |= large[t];
+    return fours;
+}
+
 // Groups [first, last) of T tokens. Sums wait in `sums` for groups that come later. A function of its own each: inlined into one,
 // their registers spill.
 template <int T, int32_t KIND, bool WIDE, class Groups>
@@ -195,7 +210,8 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
     constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
     const float *scales = a.scales + token, *offsets = a.sums + token;
     const int32_t *excess = a.excess + token, *first_excess = a.first_excess + token;
-    const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
+    const uint8_t *rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE), *large = a.large + token;
+    const int8_t* high = a.high + token * GROUP;
     vf acc[T][VECTORS];
     for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++) {
@@ -205,11 +221,21 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
     for (int64_t g = first; g < last; g++) {
         const int64_t at = g * a.stride;
         ahead.ask(g);
+        const uint32_t fours = WIDE ? 0 : large_of<T>(large + at);
         const auto add_part = [&](auto which) __attribute__((always_inline)) {
             constexpr int PART = decltype(which)::value, FROM = PART * 8 / L::PARTS, TO = FROM + 8 / L::PARTS;
             Dots<T> dots;
-            for (int t = 0; t < T; t++)
-                dots.start(t, BARE ? 0 : L::PARTS == 1 ? excess[at + t] : PART ? excess[at + t] - first_excess[at + t] : first_excess[at + t]);
+            const auto beginning = [&](int t) __attribute__((always_inline)) {
+                return BARE ? 0 : L::PARTS == 1 ? excess[at + t] : PART ? excess[at + t] - first_excess[at + t] : first_excess[at + t];
+            };
+            uint32_t left = fours & ((1u << TO) - (1u << FROM));
+            if (__builtin_expect(!left, 1)) {
+                for (int t = 0; t < T; t++) dots.start(t, beginning(t));
+            } else if constexpr (!WIDE) {
+                for (int t = 0; t < T; t++) dots.start(t, 0);
+                for (; left; left &= left - 1) add_four<T, L::Q4>(groups.weights(g), __builtin_ctz(left), high + at * GROUP, dots);
+                for (int t = 0; t < T; t++) dots.raise(t, beginning(t));
+            }
             if constexpr (WIDE) add_16<T, FROM, TO>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
             else add_8<T, L::Q4, FROM, TO>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
             // Scales are read only after the dot products, which need the registers.
