@@ -23,7 +23,7 @@ def packed(*parts: EncodedRows) -> PanelWeight:
     return PanelWeight(tuple(panels.pack_rows(p) for p in parts), sum(p.shape[0] for p in parts), parts[0].shape[1])
 
 
-LARGE = 8.0
+LARGE = 12.0
 """As in native/kernels.h."""
 
 

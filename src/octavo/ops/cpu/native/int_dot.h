@@ -2,8 +2,8 @@
 //
 // A level brings `Dots<T>`: the 16 rows' whole-number sums of T tokens, in registers; two sources of weights, read from the packed
 // group or from a buffer that it was unpacked to once for many tokens; `add_16`/`add_8`, which run over the fours of columns from
-// FROM to TO of a group; and `add_four`, which takes the 8-bit ones of a single four. Whole numbers are exact, so the two sources, and
-// any T, give the same bits.
+// FROM to TO of a group; and `add_four`, which takes a single four, whose activations of the first token begin at x. Whole numbers are
+// exact, so the two sources, and any T, give the same bits.
 //
 // 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones (|q| <= 127) where a level sums pairs in
 // 16 bits: with 4-bit weights a pair is at most 3,810, and eight of them 30,480. With 8-bit weights less 128 a pair is at most 32,512,
@@ -103,7 +103,7 @@ template <int T, bool Q4, class Weights>
 INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
     __m512i w[1];
     weights.bytes(quad, w);
-    for (int t = 0; t < T; t++) d.sum[t] = _mm512_dpbusd_epi32(d.sum[t], w[0], _mm512_set1_epi32(four_bytes(x + t * GROUP + 4 * quad)));
+    for (int t = 0; t < T; t++) d.sum[t] = _mm512_dpbusd_epi32(d.sum[t], w[0], _mm512_set1_epi32(four_bytes(x + t * GROUP)));
 }
 
 #elif defined(__AVX2__)
@@ -233,7 +233,7 @@ INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>&
     __m256i w[2];
     weights.bytes(quad, w);
     for (int t = 0; t < T; t++) {
-        const __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP + 4 * quad));
+        const __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP));
         for (int h = 0; h < 2; h++) {
             const __m256i pairs = Q4 ? _mm256_maddubs_epi16(w[h], b) : _mm256_maddubs_epi16(_mm256_abs_epi8(w[h]), _mm256_sign_epi8(b, w[h]));
             d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -359,7 +359,7 @@ INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>&
     int8x16_t w[4];
     weights.bytes(quad, w);
     for (int t = 0; t < T; t++) {
-        const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
+        const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP)));
         for (int i = 0; i < 4; i++) d.sum[t][i] = vdotq_s32(d.sum[t][i], w[i], b);
     }
 }
@@ -391,7 +391,7 @@ INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>&
     int8x16_t w[4];
     weights.bytes(quad, w);
     for (int t = 0; t < T; t++) {
-        const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
+        const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP)));
         for (int i = 0; i < 4; i++)
             d.sum[t][i] = vpadalq_s16(d.sum[t][i], vpaddq_s16(vmull_s8(vget_low_s8(w[i]), vget_low_s8(b)), vmull_high_s8(w[i], b)));
     }
@@ -479,8 +479,8 @@ INLINE int32_t weight_of(const Packed<Q4>& weights, int row, int column) { retur
 template <int T, bool Q4, class Weights>
 INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
     for (int t = 0; t < T; t++)
-        for (int k = 4 * quad; k < 4 * quad + 4; k++)
-            for (int r = 0; r < PANEL; r++) d.sum[t][r] += weight_of(weights, r, k) * x[t * GROUP + k];
+        for (int k = 0; k < 4; k++)
+            for (int r = 0; r < PANEL; r++) d.sum[t][r] += weight_of(weights, r, 4 * quad + k) * x[t * GROUP + k];
 }
 
 #endif

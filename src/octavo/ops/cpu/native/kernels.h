@@ -41,7 +41,7 @@ enum Rounding : int32_t { ROUND_NOT = 0, ROUND_16 = 1, ROUND_8 = 2 };
 // ROUND_8 by itself would spend its bits on the largest of 32 numbers, and in a transformer a few are 10 to 100 times as large as the
 // others. So a four of columns with a number beyond LARGE times the row's mean size is left out where a group's step is chosen, and
 // has 15 bits: 128 * high + low, of which products take the high part only where there is one. What is large depends on the row alone.
-constexpr float LARGE = 8.0f;
+constexpr float LARGE = 12.0f;
 constexpr int HIGH_BITS = 7;
 
 // Inputs of a linear layer, group by group: 32 columns of all tokens lie together, so that tokens computed side by side are read

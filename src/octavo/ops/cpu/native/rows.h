@@ -151,9 +151,9 @@ struct RoundedGroup {
         *scale = *sum = __builtin_nanf("");
         *excess = *first_excess = 0;
     }
-    // total: of the first 16 columns, and of the others.
-    INLINE_MEMBER void put(float step, const vi* total) const {
-        const int32_t first = reduce_add(total[0]), count = first + reduce_add(total[1]);
+    // Sums of whole numbers: of the first 16 columns, and of the others.
+    INLINE_MEMBER void put(float step, int32_t first, int32_t second) const {
+        const int32_t count = first + second;
         *excess = -128 * count;
         *first_excess = -128 * first;
         *scale = step;
@@ -184,18 +184,46 @@ INLINE void store_narrow(T* to, vi whole) {
     memcpy(to, &v, sizeof v);
 }
 
-// 32 numbers to the nearest of 2 * `most` + 1 steps of their largest.
-template <class T>
-INLINE void round_to(const float* x, float peak, float most, T* rounded, const RoundedGroup& to) {
-    const float inverse = peak > TINY ? most / peak : 0.0f, step = peak > TINY ? peak / most : 0.0f;
+// Stores 32 whole numbers from -127 to 127 and sums the first and the last 16.
+INLINE void store_codes(int8_t* to, const vi* whole, int32_t* sums) {
+#if defined(__AVX512F__)
+    // Sums of eight bytes at once are those of bytes without a sign.
+    const __m128i halves[2] = {_mm512_cvtepi32_epi8((__m512i)whole[0]), _mm512_cvtepi32_epi8((__m512i)whole[1])};
+    const __m256i codes = _mm256_set_m128i(halves[1], halves[0]);
+    _mm256_storeu_si256((__m256i*)to, codes);
+    const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    const __m128i first = _mm256_castsi256_si128(eights), second = _mm256_extracti128_si256(eights, 1);
+    sums[0] = _mm_cvtsi128_si32(_mm_add_epi32(first, _mm_unpackhi_epi64(first, first))) - 128 * 16;
+    sums[1] = _mm_cvtsi128_si32(_mm_add_epi32(second, _mm_unpackhi_epi64(second, second))) - 128 * 16;
+#else
     vi total[2] = {splat(0), splat(0)};
     for (int i = 0; i < GROUP; i += W) {
-        vi whole = nearest(load(x + i), inverse);
-        total[i / 16] += whole;
-        if constexpr (sizeof(T) == 2 && PAIRED) whole = swap_middle(whole);
-        store_narrow(rounded + i, whole);
+        total[i / 16] += whole[i / W];
+        store_narrow(to + i, whole[i / W]);
     }
-    to.put(step, total);
+    for (int half = 0; half < 2; half++) sums[half] = reduce_add(total[half]);
+#endif
+}
+
+// 32 numbers to the nearest of 2 * 32767 + 1 steps of their largest, or of 2 * 127 + 1.
+INLINE void round_16(const float* x, float peak, int16_t* rounded, const RoundedGroup& to) {
+    const float inverse = peak > TINY ? 32767.0f / peak : 0.0f, step = peak > TINY ? peak / 32767.0f : 0.0f;
+    vi total[2] = {splat(0), splat(0)};
+    for (int i = 0; i < GROUP; i += W) {
+        const vi whole = nearest(load(x + i), inverse);
+        total[i / 16] += whole;
+        store_narrow(rounded + i, PAIRED ? swap_middle(whole) : whole);
+    }
+    to.put(step, reduce_add(total[0]), reduce_add(total[1]));
+}
+
+INLINE void round_8(const float* x, float peak, int8_t* rounded, const RoundedGroup& to) {
+    const float inverse = peak > TINY ? 127.0f / peak : 0.0f, step = peak > TINY ? peak / 127.0f : 0.0f;
+    vi whole[GROUP / W];
+    for (int i = 0; i < GROUP; i += W) whole[i / W] = nearest(load(x + i), inverse);
+    int32_t sums[2];
+    store_codes(rounded, whole, sums);
+    to.put(step, sums[0], sums[1]);
 }
 
 // 32 numbers of which some fours go beyond `bound` and have a high part. Returns which.
@@ -210,16 +238,18 @@ INLINE uint8_t round_large(const float* x, float peak, float bound, int8_t* low,
     }
     const float rest = largest_lane(others), least = peak * (1.0f / (1 << HIGH_BITS));  // the high part has 8 bits too
     const float base = rest > least ? rest : least, inverse = base > TINY ? 127.0f / base : 0.0f, step = base > TINY ? base / 127.0f : 0.0f;
-    vi total[2] = {splat(0), splat(0)};
+    vi below[GROUP / W], above[GROUP / W];
     for (int i = 0; i < GROUP; i += W) {
         vi large;
         memcpy(&large, flags + i, sizeof large);
-        const vi whole = nearest(load(x + i), inverse), above = ((whole + splat(1 << (HIGH_BITS - 1))) >> HIGH_BITS) & large;
-        total[i / 16] += whole;
-        store_narrow(high + i, above);
-        store_narrow(low + i, whole - (above << HIGH_BITS));
+        const vi whole = nearest(load(x + i), inverse);
+        above[i / W] = ((whole + splat(1 << (HIGH_BITS - 1))) >> HIGH_BITS) & large;
+        below[i / W] = whole - (above[i / W] << HIGH_BITS);
     }
-    to.put(step, total);
+    int32_t lows[2], highs[2];
+    store_codes(low, below, lows);
+    store_codes(high, above, highs);
+    to.put(step, lows[0] + highs[0] * (1 << HIGH_BITS), lows[1] + highs[1] * (1 << HIGH_BITS));
     uint32_t fours = 0;
     for (int four = 0; four < GROUP / 4; four++) fours |= (uint32_t)(flags[4 * four] & 1) << four;
     return (uint8_t)fours;
@@ -255,7 +285,7 @@ static void round_row(Rounding rounding, const float* x, int64_t columns, int64_
         if (rounding == ROUND_16) {
             int16_t* rounded = (int16_t*)to.rounded + at * GROUP;
             if (poisoned) memset(rounded, 0, GROUP * 2);
-            else round_to(group, peak, 32767.0f, rounded, result);
+            else round_16(group, peak, rounded, result);
             continue;
         }
         int8_t *low = (int8_t*)to.rounded + at * GROUP, *high = to.high + at * GROUP;
@@ -266,7 +296,7 @@ static void round_row(Rounding rounding, const float* x, int64_t columns, int64_
         to.large[at] = 0;
         memset(high, 0, GROUP);
         if (poisoned) memset(low, 0, GROUP);
-        else round_to(group, peak, 127.0f, low, result);
+        else round_8(group, peak, low, result);
     }
 }
 
