@@ -18,7 +18,7 @@ The three laws of motion are|My favourite recipe is|In 1969, humans|List five an
 Translate to French: good morning|A short story about a dog|How do computers store numbers?|The largest ocean is|To make tea, first
 Dear Sir or Madam,|The stock market|Water boils at|If I were a bird""".replace("\n", "|").split("|")
 TOKENS = 32
-TIE = 0.6
+TIE = 0.4
 """Likelihoods of two tokens that 4-bit weights themselves cannot tell apart, as the difference of their logarithms."""
 
 
