@@ -24,6 +24,12 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+def test_the_first_question_of_the_readme(llm: LLM) -> None:
+    """Two first tokens are 0.08 nats apart."""
+    [output] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0, max_tokens=50))
+    assert output.outputs[0].text == "The capital of France is Paris."
+
+
 def numbers(output: RequestOutput) -> list[list[float]]:
     assert output.outputs[0].logprobs is not None
     return [[entry.logprob for entry in position.values()] for position in output.outputs[0].logprobs]

@@ -1,4 +1,4 @@
-"""What rounded activations and a float16 cache cost in perplexity, on a fixed text with the bundled model."""
+"""What rounded activations and a float16 cache cost on a fixed text with the bundled model: perplexity, and the divergence of the next token."""
 
 from __future__ import annotations
 
@@ -48,17 +48,19 @@ def paged_logits(activations: str, ids: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def test_perplexity_stays_within_half_a_percent_of_float32() -> None:
+def test_rounding_stays_near_float32() -> None:
+    """8 bits without more of them for what is large came to a divergence of 3.4e-3, and answered README.md's first question wrongly."""
     ids = load_tokenizer(open_gguf(bundled_model_path(), "bundled", None), EngineArgs()).encode(TEXT)
     assert 200 < len(ids) < 400
     exact = run(load_bundled(ops="cpu"), ids)
     reference = perplexity(exact, ids)
     assert 5 < reference < 40, "the text is one that the model can read"
     target = torch.log_softmax(exact.double(), -1)
-    for activations, limit in (("float32", 1e-4), ("int16", 1e-4), ("int8", 5e-3)):
+    for activations, limit, most in (("float32", 1e-4, 1e-5), ("int16", 1e-4, 1e-5), ("int8", 5e-3, 1.5e-3)):
         logits = paged_logits(activations, ids)
         ratio = perplexity(logits, ids) / reference
         divergence = float((target.exp() * (target - torch.log_softmax(logits.double(), -1))).sum(-1).mean())
         same = float((logits.argmax(-1) == exact.argmax(-1)).double().mean())
         print(f"{activations}: perplexity {reference:.3f} x {ratio:.5f}, mean divergence {divergence:.2e}, same likeliest token {same:.1%}")
         assert abs(ratio - 1) < limit, activations
+        assert 0 <= divergence < most, activations

@@ -18,7 +18,7 @@ The three laws of motion are|My favourite recipe is|In 1969, humans|List five an
 Translate to French: good morning|A short story about a dog|How do computers store numbers?|The largest ocean is|To make tea, first
 Dear Sir or Madam,|The stock market|Water boils at|If I were a bird""".replace("\n", "|").split("|")
 TOKENS = 32
-TIE = 0.6
+TIE = 0.4
 """Likelihoods of two tokens that 4-bit weights themselves cannot tell apart, as the difference of their logarithms."""
 
 
@@ -45,7 +45,7 @@ def gap(llm: LLM, context: list[int], other: int) -> float:
     return max(found.values()) - found[other] if other in found else float("inf")
 
 
-@pytest.mark.parametrize(("activations", "tie", "identical"), [("float32", 1e-3, 19), ("int16", 1e-2, 19), ("int8", TIE, 4)])
+@pytest.mark.parametrize(("activations", "tie", "identical"), [("float32", 1e-3, 19), ("int16", 1e-2, 19), ("int8", TIE, 8)])
 def test_twenty_prompts(reference: LLM, activations: str, tie: float, identical: int) -> None:
     """The same text, or text that parts where the reference itself was all but undecided."""
     assert len(PROMPTS) == 20

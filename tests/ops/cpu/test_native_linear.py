@@ -23,12 +23,23 @@ def packed(*parts: EncodedRows) -> PanelWeight:
     return PanelWeight(tuple(panels.pack_rows(p) for p in parts), sum(p.shape[0] for p in parts), parts[0].shape[1])
 
 
-def rounded(x: torch.Tensor, most: float) -> torch.Tensor:
-    """What rounded activations stand for: x to the nearest of 2 * most + 1 steps of each group of 32."""
+LARGE = 12.0
+"""As in native/kernels.h."""
+
+
+def rounded(x: torch.Tensor, activations: CpuActivations) -> torch.Tensor:
+    """What rounded activations stand for: x to the nearest steps of each group of 32, of which the largest number is 32767 steps in 16
+    bits. In 8 bits it is 127, but for fours of columns that go beyond LARGE times the row's mean size: those may have 128 times as many."""
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
-    largest = groups.abs().amax(-1, keepdim=True)
-    steps = torch.round(groups * torch.where(largest > 0, torch.full_like(largest, most) / largest, 0.0))
-    return (steps * (largest / most)).flatten(1)[:, : x.shape[1]]
+    sizes = groups.abs()
+    if activations == "int16":
+        most, base = 32767.0, sizes.amax(-1, keepdim=True)
+    else:
+        most, bound = 127.0, LARGE * x.abs().mean(1)[:, None, None]
+        fours = sizes.unflatten(-1, (8, 4)).amax(-1).repeat_interleave(4, -1)
+        base = torch.maximum(torch.where(fours > bound, 0.0, sizes).amax(-1, keepdim=True), sizes.amax(-1, keepdim=True) / 128)
+    steps = torch.round(groups * torch.where(base > 0, torch.full_like(base, most) / base, 0.0))
+    return (steps * (base / most)).flatten(1)[:, : x.shape[1]]
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,6 +75,7 @@ def test_float_activations(
     rows=st.integers(1, 70),
     groups=st.integers(1, 5),
     spread=st.sampled_from([1e-6, 1.0, 1e4]),
+    large=st.sampled_from([0, 1, 5, 40]),
     seed=st.integers(0, 999),
 )
 def test_packed_weights_take_rounded_activations(
@@ -74,15 +86,21 @@ def test_packed_weights_take_rounded_activations(
     rows: int,
     groups: int,
     spread: float,
+    large: int,
     seed: int,
 ) -> None:
+    """Also where some numbers are far larger than the others, in some rows or all, alone in their four of columns or not."""
     columns = groups * block_values(encoding)
     part = random_rows(encoding, rows, columns, seed)
     x = randn(tokens, columns, seed=seed) * spread
     x[0, :32] = 0
-    expected = rounded(x, 127 if activations == "int8" else 32767).double() @ as_float(part).double().T
+    source = torch.Generator().manual_seed(seed)
+    places = torch.randint(columns, (large,), generator=source), torch.randint(tokens, (large,), generator=source)
+    x[places[1], places[0]] *= torch.exp(torch.rand(large, generator=source) * 8)
+    expected = rounded(x, activations).double() @ as_float(part).double().T
     out = panels.linear(engine, x, packed(part), None, activations=activations)
-    torch.testing.assert_close(out.double() / spread, expected / spread, atol=2e-5 * columns**0.5, rtol=1e-5)
+    size = x.abs().amax(1, keepdim=True).clamp(min=spread)
+    torch.testing.assert_close(out.double() / size, expected / size, atol=2e-5 * columns**0.5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 20])

@@ -63,7 +63,9 @@ class Inputs {
         values_ = value_buffer_.get(tokens * columns);
         if (reading.floats) floats_ = float_buffer_.get(groups_ * stride_ * GROUP);
         if (reading.rounding == ROUND_NOT) return;
-        rounded_ = rounded_buffer_.get(groups_ * stride_ * GROUP);  // room for 16 bits
+        rounded_ = rounded_buffer_.get(groups_ * stride_ * GROUP);  // room for 16 bits, or for 8 and the high parts
+        high_ = (int8_t*)rounded_ + groups_ * stride_ * GROUP;
+        large_ = large_buffer_.get(groups_ * stride_);
         scales_ = scale_buffer_.get(groups_ * stride_);
         sums_ = sum_buffer_.get(groups_ * stride_);
         excess_ = excess_buffer_.get(2 * groups_ * stride_);
@@ -75,20 +77,23 @@ class Inputs {
         const bool wide = reading_.rounding == ROUND_16;
         void* rounded = wide ? (void*)(rounded_ + token * GROUP) : (void*)((int8_t*)rounded_ + token * GROUP);
         kernels().round_row(reading_.rounding, x, columns_, stride_,
-                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, scales_ + token, sums_ + token, excess_ + token,
-                             first_excess_ + token});
+                            {reading_.floats ? floats_ + token * GROUP : nullptr, rounded, high_ + token * GROUP, large_ + token, scales_ + token,
+                             sums_ + token, excess_ + token, first_excess_ + token});
     }
     Activations view() const {
-        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, scales_,  sums_,  excess_, first_excess_,
-                tokens_,           columns_,                            groups_,  stride_};
+        return {reading_.rounding, reading_.floats ? floats_ : nullptr, rounded_, high_,    large_,  scales_, sums_,
+                excess_,           first_excess_,                       tokens_,  columns_, groups_, stride_};
     }
 
   private:
     Buffer<float> value_buffer_, float_buffer_, scale_buffer_, sum_buffer_;
     Buffer<int16_t> rounded_buffer_;
     Buffer<int32_t> excess_buffer_;
+    Buffer<uint8_t> large_buffer_;
     float *values_ = nullptr, *floats_ = nullptr, *scales_ = nullptr, *sums_ = nullptr;
     int16_t* rounded_ = nullptr;
+    int8_t* high_ = nullptr;
+    uint8_t* large_ = nullptr;
     int32_t *excess_ = nullptr, *first_excess_ = nullptr;
     int64_t tokens_ = 0, columns_ = 0, groups_ = 0, stride_ = 0;
     Reading reading_ = {ROUND_NOT, false};

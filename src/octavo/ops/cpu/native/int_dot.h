@@ -1,13 +1,14 @@
 // Integer dot products of one weight group (16 rows, 32 columns) with rounded activations, as each level does them best.
 //
 // A level brings `Dots<T>`: the 16 rows' whole-number sums of T tokens, in registers; two sources of weights, read from the packed
-// group or from a buffer that it was unpacked to once for many tokens; and `add_16`/`add_8`, which run over the fours of columns from
-// FROM to TO of a group. Whole numbers
-// are exact, so the two sources, and any T, give the same bits.
+// group or from a buffer that it was unpacked to once for many tokens; `add_16`/`add_8`, which run over the fours of columns from
+// FROM to TO of a group; and `add_four`, which takes a single four, whose activations of the first token begin at x. Whole numbers are
+// exact, so the two sources, and any T, give the same bits.
 //
 // 16-bit activations: |q| <= 32767, weights 0..255: 32 products are below 2^28. 8-bit ones (|q| <= 127) where a level sums pairs in
 // 16 bits: with 4-bit weights a pair is at most 3,810, and eight of them 30,480. With 8-bit weights less 128 a pair is at most 32,512,
-// so that each is widened at once. `SIGNED_BYTES`: such a level takes the 128 off weights itself, the others off the sums.
+// so that each is widened at once. High parts (LARGE, kernels.h) come first and are shifted: 128 * 32 products of 255 and 127 are below 2^28
+// too. `SIGNED_BYTES`: such a level takes the 128 off weights itself, the others off the sums.
 #pragma once
 
 #include "kernels.h"
@@ -34,6 +35,7 @@ template <int T>
 struct Dots {
     __m512i sum[T];
     INLINE_MEMBER void start(int t, int32_t value) { sum[t] = _mm512_set1_epi32(value); }
+    INLINE_MEMBER void raise(int t, int32_t value) { sum[t] = _mm512_add_epi32(_mm512_slli_epi32(sum[t], HIGH_BITS), _mm512_set1_epi32(value)); }
     INLINE_MEMBER vf whole(int t, int) const { return (vf)_mm512_cvtepi32_ps(sum[t]); }
 };
 
@@ -97,6 +99,13 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
     }
 }
 
+template <int T, bool Q4, class Weights>
+INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
+    __m512i w[1];
+    weights.bytes(quad, w);
+    for (int t = 0; t < T; t++) d.sum[t] = _mm512_dpbusd_epi32(d.sum[t], w[0], _mm512_set1_epi32(four_bytes(x + t * GROUP)));
+}
+
 #elif defined(__AVX2__)
 
 constexpr int TILE = 4, HELD_REGISTERS = 8;
@@ -107,6 +116,9 @@ template <int T>
 struct Dots {
     __m256i sum[T][2];  // rows 0-7 and 8-15
     INLINE_MEMBER void start(int t, int32_t value) { sum[t][0] = sum[t][1] = _mm256_set1_epi32(value); }
+    INLINE_MEMBER void raise(int t, int32_t value) {
+        for (int h = 0; h < 2; h++) sum[t][h] = _mm256_add_epi32(_mm256_slli_epi32(sum[t][h], HIGH_BITS), _mm256_set1_epi32(value));
+    }
     INLINE_MEMBER vf whole(int t, int half) const { return (vf)_mm256_cvtepi32_ps(sum[t][half]); }
 };
 
@@ -216,6 +228,19 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
         for (int h = 0; h < 2; h++) d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(narrow[t][h], _mm256_set1_epi16(1)));
 }
 
+template <int T, bool Q4, class Weights>
+INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
+    __m256i w[2];
+    weights.bytes(quad, w);
+    for (int t = 0; t < T; t++) {
+        const __m256i b = _mm256_set1_epi32(four_bytes(x + t * GROUP));
+        for (int h = 0; h < 2; h++) {
+            const __m256i pairs = Q4 ? _mm256_maddubs_epi16(w[h], b) : _mm256_maddubs_epi16(_mm256_abs_epi8(w[h]), _mm256_sign_epi8(b, w[h]));
+            d.sum[t][h] = _mm256_add_epi32(d.sum[t][h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    }
+}
+
 #elif defined(__ARM_NEON)
 
 constexpr int TILE = 4, HELD_REGISTERS = 16;
@@ -227,6 +252,9 @@ struct Dots {
     int32x4_t sum[T][4];  // four rows each
     INLINE_MEMBER void start(int t, int32_t value) {
         for (int i = 0; i < 4; i++) sum[t][i] = vdupq_n_s32(value);
+    }
+    INLINE_MEMBER void raise(int t, int32_t value) {
+        for (int i = 0; i < 4; i++) sum[t][i] = vaddq_s32(vshlq_n_s32(sum[t][i], HIGH_BITS), vdupq_n_s32(value));
     }
     INLINE_MEMBER vf whole(int t, int v) const { return (vf)vcvtq_f32_s32(sum[t][v]); }
 };
@@ -326,6 +354,16 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
     }
 }
 
+template <int T, bool Q4, class Weights>
+INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
+    int8x16_t w[4];
+    weights.bytes(quad, w);
+    for (int t = 0; t < T; t++) {
+        const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP)));
+        for (int i = 0; i < 4; i++) d.sum[t][i] = vdotq_s32(d.sum[t][i], w[i], b);
+    }
+}
+
 #else
 
 template <int T, bool Q4, int FROM, int TO, class Weights>
@@ -348,6 +386,17 @@ INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
         for (int i = 0; i < 4; i++) d.sum[t][i] = vpadalq_s16(d.sum[t][i], narrow[t][i]);
 }
 
+template <int T, bool Q4, class Weights>
+INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
+    int8x16_t w[4];
+    weights.bytes(quad, w);
+    for (int t = 0; t < T; t++) {
+        const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP)));
+        for (int i = 0; i < 4; i++)
+            d.sum[t][i] = vpadalq_s16(d.sum[t][i], vpaddq_s16(vmull_s8(vget_low_s8(w[i]), vget_low_s8(b)), vmull_high_s8(w[i], b)));
+    }
+}
+
 #endif
 
 #else
@@ -360,6 +409,7 @@ template <int T>
 struct Dots {
     alignas(32) int32_t sum[T][PANEL];
     INLINE_MEMBER void start(int t, int32_t value) { for (int r = 0; r < PANEL; r++) sum[t][r] = value; }
+    INLINE_MEMBER void raise(int t, int32_t value) { for (int r = 0; r < PANEL; r++) sum[t][r] = sum[t][r] * (1 << HIGH_BITS) + value; }
     INLINE_MEMBER vf whole(int t, int v) const {
         vi lanes;
         memcpy(&lanes, sum[t] + v * W, sizeof lanes);
@@ -420,6 +470,17 @@ INLINE void add_8(const Packed<Q4>& weights, const int8_t* x, Dots<T>& d) {
     alignas(64) uint8_t buffer[PANEL * GROUP];
     unpack<Q4, false>(weights.g, buffer);
     add_8<T, Q4, FROM, TO>(Unpacked{buffer}, x, d);
+}
+
+INLINE int32_t weight_of(const Unpacked& weights, int row, int column) { return weights.buffer[column / 4 * 64 + row * 4 + column % 4]; }
+template <bool Q4>
+INLINE int32_t weight_of(const Packed<Q4>& weights, int row, int column) { return weight_at<Q4>(weights.g, row, column); }
+
+template <int T, bool Q4, class Weights>
+INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
+    for (int t = 0; t < T; t++)
+        for (int k = 0; k < 4; k++)
+            for (int r = 0; r < PANEL; r++) d.sum[t][r] += weight_of(weights, r, 4 * quad + k) * x[t * GROUP + k];
 }
 
 #endif

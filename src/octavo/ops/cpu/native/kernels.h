@@ -38,12 +38,20 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // How a linear layer reads its inputs. Panels of float kinds read floats in any case.
 enum Rounding : int32_t { ROUND_NOT = 0, ROUND_16 = 1, ROUND_8 = 2 };
 
+// ROUND_8 by itself would spend its bits on the largest of 32 numbers, and in a transformer a few are 10 to 100 times as large as the
+// others. So a four of columns with a number beyond LARGE times the row's mean size is left out where a group's step is chosen, and
+// has 15 bits: 128 * high + low, of which products take the high part only where there is one. What is large depends on the row alone.
+constexpr float LARGE = 12.0f;
+constexpr int HIGH_BITS = 7;
+
 // Inputs of a linear layer, group by group: 32 columns of all tokens lie together, so that tokens computed side by side are read
 // from consecutive cache lines. The last group is filled up with zeros.
 struct Activations {
     Rounding rounding;
     const float* floats;  // [groups, stride, 32]; null where only rounded ones are read
     const void* rounded;  // [groups, stride, 32] int16 or int8
+    const int8_t* high;     // [groups, stride, 32] of ROUND_8: what is above the low 7 bits of large numbers, 0 of others
+    const uint8_t* large;   // [groups, stride] which fours of columns have a high part, a bit each, the first one lowest
     const float* scales;    // [groups, stride]
     const float* sums;      // [groups, stride] scale * sum of rounded
     const int32_t* excess;  // [groups, stride] -128 * sum of rounded: what takes the 128 off unsigned weights
@@ -56,6 +64,8 @@ struct Activations {
 struct RowTarget {
     float* floats;
     void* rounded;
+    int8_t* high;
+    uint8_t* large;
     float *scales, *sums;
     int32_t *excess, *first_excess;
 };

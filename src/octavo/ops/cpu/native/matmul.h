@@ -146,10 +146,13 @@ struct Target {
     const float* bias;
     int lanes;  // of the panel's rows that there are
     INLINE_MEMBER void write(int64_t token, int v, vf sum) const {
-        float* to = out + token * ldo + v * W;
-        if (lanes == PANEL) return store(to, bias ? sum + load(bias + v * W) : sum);
+        if (__builtin_expect(lanes != PANEL, 0)) return write_part(token, v, sum);
+        store(out + token * ldo + v * W, bias ? sum + load(bias + v * W) : sum);
+    }
+    // A function of its own: in the loops over tokens it would keep them from being unrolled, and sums out of registers.
+    __attribute__((noinline, cold)) void write_part(int64_t token, int v, vf sum) const {
         const int count = lanes - v * W < W ? lanes - v * W : W;
-        if (count > 0) store_part(to, bias ? sum + load_part(bias + v * W, count) : sum, count);
+        if (count > 0) store_part(out + token * ldo + v * W, bias ? sum + load_part(bias + v * W, count) : sum, count);
     }
 };
 
@@ -185,6 +188,21 @@ struct UnpackedGroups {
     INLINE_MEMBER vf second(int64_t group, int v) const { return load(scaling[group - from].second + v * W); }
 };
 
+// The fours of columns in which one of T tokens has a high part: what the others have there is zero.
+template <int T>
+INLINE uint32_t large_of(const uint8_t* large) {
+    uint32_t fours = 0;
+    if constexpr (T == 8 || T == 4) {
+        std::conditional_t<T == 8, uint64_t, uint32_t> all;
+        memcpy(&all, large, T);
+        if (__builtin_expect(!all, 1)) return 0;
+        for (int half = 4 * T; half >= 8; half /= 2) all |= all >> half;
+        return (uint32_t)all & 255;
+    }
+    for (int t = 0; t < T; t++) fours |= large[t];
+    return fours;
+}
+
 // Groups [first, last) of T tokens. Sums wait in `sums` for groups that come later. A function of its own each: inlined into one,
 // their registers spill.
 template <int T, int32_t KIND, bool WIDE, class Groups>
@@ -195,8 +213,10 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
     constexpr bool HELD = 2 * T * VECTORS <= HELD_REGISTERS;  // sums stay in registers
     const float *scales = a.scales + token, *offsets = a.sums + token;
     const int32_t *excess = a.excess + token, *first_excess = a.first_excess + token;
-    const uint8_t* rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE);
+    const uint8_t *rounded = (const uint8_t*)a.rounded + (token * GROUP << WIDE), *large = a.large + token;
+    const int8_t* high = a.high + token * GROUP;
     vf acc[T][VECTORS];
+#pragma GCC unroll 8
     for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++) {
             if constexpr (HELD) acc[t][v] = first ? load(sums + t * PANEL + v * W) : splat(0.0f);
@@ -205,11 +225,26 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
     for (int64_t g = first; g < last; g++) {
         const int64_t at = g * a.stride;
         ahead.ask(g);
+        const uint32_t fours = WIDE ? 0 : large_of<T>(large + at);
         const auto add_part = [&](auto which) __attribute__((always_inline)) {
             constexpr int PART = decltype(which)::value, FROM = PART * 8 / L::PARTS, TO = FROM + 8 / L::PARTS;
             Dots<T> dots;
-            for (int t = 0; t < T; t++)
-                dots.start(t, BARE ? 0 : L::PARTS == 1 ? excess[at + t] : PART ? excess[at + t] - first_excess[at + t] : first_excess[at + t]);
+            const auto beginning = [&](int t) __attribute__((always_inline)) {
+                return BARE ? 0 : L::PARTS == 1 ? excess[at + t] : PART ? excess[at + t] - first_excess[at + t] : first_excess[at + t];
+            };
+            uint32_t left = fours & ((1u << TO) - (1u << FROM));
+            if (__builtin_expect(!left, 1)) {
+                for (int t = 0; t < T; t++) dots.start(t, beginning(t));
+            } else if constexpr (!WIDE) {
+                for (int t = 0; t < T; t++) dots.start(t, 0);
+                for (; left; left &= left - 1) {
+                    const int four = __builtin_ctz(left);
+                    const int8_t* x = high + at * GROUP + 4 * four;
+                    asm volatile("" : "+r"(x));  // one address: the compiler would keep one for each token
+                    add_four<T, L::Q4>(groups.weights(g), four, x, dots);
+                }
+                for (int t = 0; t < T; t++) dots.raise(t, beginning(t));
+            }
             if constexpr (WIDE) add_16<T, FROM, TO>(groups.weights(g), (const int16_t*)rounded + at * GROUP, dots);
             else add_8<T, L::Q4, FROM, TO>(groups.weights(g), (const int8_t*)rounded + at * GROUP, dots);
             // Scales are read only after the dot products, which need the registers.
@@ -230,6 +265,7 @@ __attribute__((noinline)) static void rounded_tile(const Groups groups, const Ah
         add_part(std::integral_constant<int, 0>());
         if constexpr (L::PARTS == 2) add_part(std::integral_constant<int, 1>());
     }
+#pragma GCC unroll 8
     for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++) {
             const vf sum = HELD ? acc[t][v] : load(sums + t * PANEL + v * W);

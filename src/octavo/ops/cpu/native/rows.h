@@ -142,43 +142,131 @@ static void finish_logits(float* logits, int64_t count, float scale, float cap) 
     }
 }
 
-// 32 numbers to the nearest of 2 * `most` + 1 steps of their largest. A NaN or an infinity makes the scale NaN, so that it shows
-// in the product.
-template <class T>
-INLINE void round_to(const float* x, float most, T* rounded, float* scale, float* sum, int32_t* excess, int32_t* first_excess) {
+// What a group of a row becomes, see Activations.
+struct RoundedGroup {
+    float *scale, *sum;
+    int32_t *excess, *first_excess;
+    // A NaN or an infinity makes the scale NaN, so that it shows in the product.
+    INLINE_MEMBER void poison() const {
+        *scale = *sum = __builtin_nanf("");
+        *excess = *first_excess = 0;
+    }
+    // Sums of whole numbers: of the first 16 columns, and of the others.
+    INLINE_MEMBER void put(float step, int32_t first, int32_t second) const {
+        const int32_t count = first + second;
+        *excess = -128 * count;
+        *first_excess = -128 * first;
+        *scale = step;
+        *sum = step * (float)count;
+    }
+};
+
+// The largest size among 32 numbers, NaN where one is NaN or infinite.
+INLINE float peak_of(const float* x) {
     vf largest = splat(0.0f), poison = splat(0.0f);
     for (int i = 0; i < GROUP; i += W) {
         vf v = load(x + i);
         largest = max(largest, abs(v));
         poison += v * splat(0.0f);
     }
-    if (any_nan(poison)) {
-        memset(rounded, 0, GROUP * sizeof(T));
-        *scale = *sum = __builtin_nanf("");
-        *excess = *first_excess = 0;
-        return;
-    }
-    const float peak = largest_lane(largest);
-    // Below 1e-34 the quotient would overflow; such a group is zero for all purposes.
-    const float inverse = peak > 1e-34f ? most / peak : 0.0f, step = peak > 1e-34f ? peak / most : 0.0f;
-    vi total[2] = {splat(0), splat(0)};  // of the first 16 columns, and of the others
+    return any_nan(poison) ? __builtin_nanf("") : largest_lane(largest);
+}
+
+constexpr float TINY = 1e-34f;  // below it the quotient would overflow; such a group is zero for all purposes
+
+// Nearest, ties to even: the sum's last bit is worth one.
+INLINE vi nearest(vf x, float inverse) { return bits(x * splat(inverse) + splat(12582912.0f)) - splat(0x4b400000); }
+
+template <class T>
+INLINE void store_narrow(T* to, vi whole) {
+    typedef T narrow __attribute__((vector_size(W * sizeof(T)), may_alias));
+    narrow v = __builtin_convertvector(whole, narrow);
+    memcpy(to, &v, sizeof v);
+}
+
+// Stores 32 whole numbers from -127 to 127 and sums the first and the last 16.
+INLINE void store_codes(int8_t* to, const vi* whole, int32_t* sums) {
+#if defined(__AVX512F__)
+    // Sums of eight bytes at once are those of bytes without a sign.
+    const __m128i halves[2] = {_mm512_cvtepi32_epi8((__m512i)whole[0]), _mm512_cvtepi32_epi8((__m512i)whole[1])};
+    const __m256i codes = _mm256_set_m128i(halves[1], halves[0]);
+    _mm256_storeu_si256((__m256i*)to, codes);
+    const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    const __m128i first = _mm256_castsi256_si128(eights), second = _mm256_extracti128_si256(eights, 1);
+    sums[0] = _mm_cvtsi128_si32(_mm_add_epi32(first, _mm_unpackhi_epi64(first, first))) - 128 * 16;
+    sums[1] = _mm_cvtsi128_si32(_mm_add_epi32(second, _mm_unpackhi_epi64(second, second))) - 128 * 16;
+#else
+    vi total[2] = {splat(0), splat(0)};
     for (int i = 0; i < GROUP; i += W) {
-        // Nearest, ties to even: the sum's last bit is worth one.
-        vi whole = bits(load(x + i) * splat(inverse) + splat(12582912.0f)) - splat(0x4b400000);
-        total[i / 16] += whole;
-        if constexpr (sizeof(T) == 2 && PAIRED) whole = swap_middle(whole);
-        typedef T narrow __attribute__((vector_size(W * sizeof(T)), may_alias));
-        narrow v = __builtin_convertvector(whole, narrow);
-        memcpy(rounded + i, &v, sizeof v);
+        total[i / 16] += whole[i / W];
+        store_narrow(to + i, whole[i / W]);
     }
-    const int32_t first = reduce_add(total[0]), count = first + reduce_add(total[1]);
-    *excess = -128 * count;
-    *first_excess = -128 * first;
-    *scale = step;
-    *sum = step * (float)count;
+    for (int half = 0; half < 2; half++) sums[half] = reduce_add(total[half]);
+#endif
+}
+
+// 32 numbers to the nearest of 2 * 32767 + 1 steps of their largest, or of 2 * 127 + 1.
+INLINE void round_16(const float* x, float peak, int16_t* rounded, const RoundedGroup& to) {
+    const float inverse = peak > TINY ? 32767.0f / peak : 0.0f, step = peak > TINY ? peak / 32767.0f : 0.0f;
+    vi total[2] = {splat(0), splat(0)};
+    for (int i = 0; i < GROUP; i += W) {
+        const vi whole = nearest(load(x + i), inverse);
+        total[i / 16] += whole;
+        store_narrow(rounded + i, PAIRED ? swap_middle(whole) : whole);
+    }
+    to.put(step, reduce_add(total[0]), reduce_add(total[1]));
+}
+
+INLINE void round_8(const float* x, float peak, int8_t* rounded, const RoundedGroup& to) {
+    const float inverse = peak > TINY ? 127.0f / peak : 0.0f, step = peak > TINY ? peak / 127.0f : 0.0f;
+    vi whole[GROUP / W];
+    for (int i = 0; i < GROUP; i += W) whole[i / W] = nearest(load(x + i), inverse);
+    int32_t sums[2];
+    store_codes(rounded, whole, sums);
+    to.put(step, sums[0], sums[1]);
+}
+
+// 32 numbers of which some fours go beyond `bound` and have a high part. Returns which.
+INLINE uint8_t round_large(const float* x, float peak, float bound, int8_t* low, int8_t* high, const RoundedGroup& to) {
+    vf others = splat(0.0f);
+    int32_t flags[GROUP];
+    for (int i = 0; i < GROUP; i += W) {
+        const vf size = abs(load(x + i));
+        const vi large = largest_of_four(size) > splat(bound);
+        memcpy(flags + i, &large, sizeof large);
+        others = max(others, floats(~large & bits(size)));
+    }
+    const float rest = largest_lane(others), least = peak * (1.0f / (1 << HIGH_BITS));  // the high part has 8 bits too
+    const float base = rest > least ? rest : least, inverse = base > TINY ? 127.0f / base : 0.0f, step = base > TINY ? base / 127.0f : 0.0f;
+    vi below[GROUP / W], above[GROUP / W];
+    for (int i = 0; i < GROUP; i += W) {
+        vi large;
+        memcpy(&large, flags + i, sizeof large);
+        const vi whole = nearest(load(x + i), inverse);
+        above[i / W] = ((whole + splat(1 << (HIGH_BITS - 1))) >> HIGH_BITS) & large;
+        below[i / W] = whole - (above[i / W] << HIGH_BITS);
+    }
+    int32_t lows[2], highs[2];
+    store_codes(low, below, lows);
+    store_codes(high, above, highs);
+    to.put(step, lows[0] + highs[0] * (1 << HIGH_BITS), lows[1] + highs[1] * (1 << HIGH_BITS));
+    uint32_t fours = 0;
+    for (int four = 0; four < GROUP / 4; four++) fours |= (uint32_t)(flags[4 * four] & 1) << four;
+    return (uint8_t)fours;
+}
+
+INLINE float mean_size(const float* x, int64_t columns) {
+    vf sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    int64_t i = 0;
+    for (; i + 4 * W <= columns; i += 4 * W)
+        for (int v = 0; v < 4; v++) sums[v] += abs(load(x + i + v * W));
+    float sum = reduce_add((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < columns; i++) sum += __builtin_fabsf(x[i]);
+    return sum / (float)columns;
 }
 
 static void round_row(Rounding rounding, const float* x, int64_t columns, int64_t stride, const RowTarget& to) {
+    const float bound = rounding == ROUND_8 ? LARGE * mean_size(x, columns) : 0.0f;
     for (int64_t g = 0; g * GROUP < columns; g++, x += GROUP) {
         const int64_t at = g * stride, left = columns - g * GROUP;
         alignas(64) float filled[GROUP];
@@ -189,11 +277,26 @@ static void round_row(Rounding rounding, const float* x, int64_t columns, int64_
             group = filled;
         }
         if (to.floats) memcpy(to.floats + at * GROUP, group, GROUP * 4);
-        const auto round = [&](float most, auto* rounded) {
-            round_to(group, most, rounded + at * GROUP, to.scales + at, to.sums + at, to.excess + at, to.first_excess + at);
-        };
-        if (rounding == ROUND_16) round(32767.0f, (int16_t*)to.rounded);
-        else if (rounding == ROUND_8) round(127.0f, (int8_t*)to.rounded);
+        if (rounding == ROUND_NOT) continue;
+        const RoundedGroup result = {to.scales + at, to.sums + at, to.excess + at, to.first_excess + at};
+        const float peak = peak_of(group);
+        const bool poisoned = peak != peak;
+        if (poisoned) result.poison();
+        if (rounding == ROUND_16) {
+            int16_t* rounded = (int16_t*)to.rounded + at * GROUP;
+            if (poisoned) memset(rounded, 0, GROUP * 2);
+            else round_16(group, peak, rounded, result);
+            continue;
+        }
+        int8_t *low = (int8_t*)to.rounded + at * GROUP, *high = to.high + at * GROUP;
+        if (peak > bound) {
+            to.large[at] = round_large(group, peak, bound, low, high, result);
+            continue;
+        }
+        to.large[at] = 0;
+        memset(high, 0, GROUP);
+        if (poisoned) memset(low, 0, GROUP);
+        else round_8(group, peak, low, result);
     }
 }
 

@@ -83,6 +83,24 @@ INLINE vi swap_middle(vi v) {
 #endif
 }
 
+// The largest of each four lanes, in all of them. Of lanes none of which is NaN.
+INLINE vf largest_of_four(vf v) {
+#if defined(__AVX512F__)
+    v = max(v, (vf)_mm512_permute_ps((__m512)v, 0xb1));
+    return max(v, (vf)_mm512_permute_ps((__m512)v, 0x4e));
+#elif defined(__AVX2__)
+    v = max(v, (vf)_mm256_permute_ps((__m256)v, 0xb1));
+    return max(v, (vf)_mm256_permute_ps((__m256)v, 0x4e));
+#else
+    vf out;
+    for (int i = 0; i < W; i += 4) {
+        const float a = v[i] > v[i + 1] ? v[i] : v[i + 1], b = v[i + 2] > v[i + 3] ? v[i + 2] : v[i + 3];
+        out[i] = out[i + 1] = out[i + 2] = out[i + 3] = a > b ? a : b;
+    }
+    return out;
+#endif
+}
+
 INLINE float reduce_add(vf v) {  // halves upon halves, at every level
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
