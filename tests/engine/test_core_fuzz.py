@@ -335,6 +335,23 @@ def test_failing_steps_end_only_their_requests(setup: Setup, scenario: list[Any]
     traffic.verify()
 
 
+def test_blocks_that_a_preemption_has_freed_are_for_whom_it_was_done() -> None:
+    """Every other plan lets newcomers go first, and there were two plans a preemption: one took the blocks each time, and gave them back."""
+    plain: dict[str, Any] = {
+        "prefix": 2, "prefix_length": 14, "min_tokens": 0, "ignore_eos": True, "stops": (), "hold": False, "priority": 0, "fair_key": "a",
+        "extra_key": "", "prompt_logprobs": False, "skip_cache": False, "resume": 0,
+    }  # fmt: skip
+    setup = Setup(inflight=2, stages=2, prefix_caching=False, budget=64, num_blocks=60, max_num_seqs=8, windows=(None, 7), roomy=False)
+    scenario = [
+        Add(suffix=(3,), n=5, max_tokens=8, structured=True, **plain),
+        Abort(which=11, index=0),
+        Add(suffix=(4, 5, 2), n=3, max_tokens=2, structured=False, **plain),
+    ]
+    traffic = Traffic(setup.engine(), setup.windows)
+    traffic.play(scenario)
+    traffic.verify()
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("inflight", [0, 1, 2])
 def test_a_tiny_pool_gives_the_tokens_of_a_huge_one(policy: str, inflight: int) -> None:

@@ -137,6 +137,8 @@ class Scheduler:
         """Rows passed over in this turn that get a block when steps in flight settle."""
         self._swept = False
         """Duplicates, and what windows have left behind, have been freed in this turn."""
+        self._starved: Request | None = None
+        """For whose prompt others have been preempted: nobody is admitted in front of it until it has got their blocks."""
         self._refused: tuple[Request, int] | None = None
         """The request that did not fit last time, and the blocks there were."""
 
@@ -160,7 +162,7 @@ class Scheduler:
         prompts = self._prompt_budget(draft, self.config.max_num_batched_tokens - taken)
         contended = len(computing) > 1 or (bool(computing) and len(self.queue) > 0)
         self._turn += contended
-        if contended and self._turn % 2:
+        if contended and self._turn % 2 and self._starved not in computing:
             self._plan_prompts(draft, computing[1:], prompts, in_flight)
             self._admit(draft, prompts, now, in_flight)
             self._plan_prompts(draft, computing[:1], prompts, in_flight)
@@ -295,10 +297,13 @@ class Scheduler:
         if count and kv.blocks_for(start + count) - have > kv.available:
             # Decodes and older prompts are served by now: make room only if nothing else can go on.
             if have * kv.block_size <= start and not kv.available and draft.empty and not self._make_room(request, draft.step, in_flight):
+                self._starved = request
                 return
             count = min(count, (have + kv.available) * kv.block_size - start)
         if count <= 0:
             return
+        if self._starved is request:
+            self._starved = None
         kv.extend(slot, start + count)
         draft.diffs.extend(kv.entries(slot, have))
         self._add_row(draft, slot, start, count, count == rest)

@@ -161,7 +161,8 @@ class BlockTables:
         kept = self.prefix_caching and not run.closed
         # Without its tail the match must be good as well: there may be no block for the copy.
         first = self._first_needed(num_tokens - tail, len(chain) if kept else full)
-        if first < min(full, _leading_nulls(run.blocks)):
+        left_behind = _leading_nulls(run.blocks)
+        if first < min(full, left_behind) or (tail and full < left_behind):
             return None
         blocks = [NULL_BLOCK] * first + run.blocks[first:full]
         return Match(blocks, chain, run.blocks[full] if tail else NULL_BLOCK, num_tokens, run.closed)
