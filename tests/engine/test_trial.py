@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,11 @@ pytestmark = pytest.mark.model
 
 RECORD = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}, "kind": {"enum": ["person", "place"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0},
+        "kind": {"enum": ["person", "place"]},
+    },
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
@@ -40,8 +43,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module", params=["raw_logprobs", "processed_logprobs"])
-def mode(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def written(mode: str) -> list[Any]:
@@ -49,11 +52,19 @@ def written(mode: str) -> list[Any]:
         SamplingParams(seed=i, max_tokens=48, structured_outputs=StructuredOutputsParams(**wish), **setting)
         for i, (wish, setting) in enumerate((w, s) for w in WISHES for s in SETTINGS)
     ]
-    prompts = [f"Write about {thing}." for thing in ("a town", "a friend", "rain", "bread", "the sea", "a dog", "music", "snow")] * len(WISHES)
+    prompts = [f"Write about {thing}." for thing in ("a town", "a friend", "rain", "bread", "the sea", "a dog", "music", "snow")] * len(
+        WISHES
+    )
     with LLM(bundled_model_path(), max_num_seqs=16, max_model_len=256, logprobs_mode=mode) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
-        (o.error, list(o.token_ids), o.text, o.finish_reason, [{i: (p.rank, p.decoded_token) for i, p in row.items()} for row in o.logprobs or []])
+        (
+            o.error,
+            list(o.token_ids),
+            o.text,
+            o.finish_reason,
+            [{i: (p.rank, p.decoded_token) for i, p in row.items()} for row in o.logprobs or []],
+        )
         for output in outputs
         for o in output.outputs
     ]

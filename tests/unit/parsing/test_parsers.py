@@ -74,6 +74,7 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
         [Call("f", '{"s": "12\\nb", "a": 1}', True)],
     ),
     ("qwen3_coder", "<tool_call><function=get-time></function></tool_call> ok", "ok", [G]),
+    ("qwen3_coder", "Use <function=name> and <parameter=x> like so.", "Use <function=name> and <parameter=x> like so.", []),
     (
         "deepseek_v3",
         'I<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
