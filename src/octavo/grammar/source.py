@@ -71,7 +71,7 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
     text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
     what = f"{param}.structural_tag"
     for place, schema in schemas:
-        if (bad := too_large(schema) or unkept(schema)) is not None:
+        if (bad := too_large(schema) or unkept(prepared(schema))) is not None:
             raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(bad[0])}: {bad[1]}", param=param)
     try:
         return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param, effort)
@@ -137,16 +137,16 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     if (large := too_large(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
     try:
-        text = source(schema)
+        lost = unkept(prepared(schema, closed=closed, lenient=bool(options.get("lenient"))))
+        text = source(schema) if lost is None else ""
     except (ValueError, RecursionError) as e:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: {e}.", param=param) from None
+    if lost is not None:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(lost[0])}: {lost[1]}", param=param)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
     if (deep := too_deep(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
-    copied = prepared(schema, closed=closed, lenient=bool(options.get("lenient")))
-    if (lost := unkept(copied)) is not None:
-        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(lost[0])}: {lost[1]}", param=param)
     check_ends(schema, param)
     if problem := _problem(text, effort):
         path: Path = ()
