@@ -19,7 +19,8 @@ FARTHEST = 2**63 - 1024
 """The last double before the end of 64 bits."""
 DIGITS = 15
 """So many of a number are the same after it was a double."""
-SMALLEST = 1e-300
+PLACES = 22
+"""Behind the point: so far powers of ten are doubles."""
 
 
 def is_number(value: Any) -> bool:
@@ -30,7 +31,10 @@ def exact(value: int | float) -> bool:
     """Whether the engine writes this number, and no other that is near."""
     if abs(value) > EXACT:
         return False
-    return isinstance(value, int) or value == 0 or (abs(value) >= SMALLEST and len(_decimal(value).normalize().as_tuple().digits) <= DIGITS)
+    if isinstance(value, int):
+        return True
+    _, digits, exponent = _decimal(value).normalize().as_tuple()
+    return len(digits) <= DIGITS and isinstance(exponent, int) and exponent >= -PLACES
 
 
 def bounds(node: dict[str, Any]) -> dict[str, int | float | None]:
@@ -56,13 +60,22 @@ def _bound(value: int | float, up: bool, *, beyond: bool = False) -> int | float
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if not -FARTHEST <= value <= FARTHEST:
-        return None if (value > 0) == up else (-FARTHEST if up else FARTHEST)
+        if (value > 0) == up:
+            return None
+        value, beyond = (-FARTHEST if up else FARTHEST), False
+    inwards = Context(DIGITS, ROUND_CEILING if up else ROUND_FLOOR)
     if abs(value) <= EXACT and not beyond:
-        return value if exact(value) else float(_decimal(value).normalize(Context(DIGITS, ROUND_CEILING if up else ROUND_FLOOR)))
-    near = float(value)
-    if beyond or (near < value if up else near > value):
-        near = math.nextafter(near, math.inf if up else -math.inf)
-    return int(near) if abs(near) <= FARTHEST else None
+        places = Decimal(1).scaleb(-PLACES)
+        return value if exact(value) else float(_decimal(value).normalize(inwards).quantize(places, inwards.rounding, Context(60)))
+    # Integers are compared with the double itself, other numbers with its shortest decimal: both have to be on the right side.
+    edge = Decimal(int(value)) + ((1 if up else -1) if beyond else 0)
+    near = edge.normalize(inwards)
+    for _ in range(40):
+        double = float(near)
+        if all((n >= near) if up else (n <= near) for n in (Decimal(double), _decimal(double))):
+            return int(near) if abs(double) <= FARTHEST else None
+        near = near.next_plus(inwards) if up else near.next_minus(inwards)
+    return None
 
 
 def listed(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

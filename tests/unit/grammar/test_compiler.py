@@ -164,7 +164,9 @@ def test_a_tokenizer_that_cannot_be_sent_gets_longest_matches() -> None:
 @pytest.mark.parametrize("count", [120, 480])
 def test_as_many_optional_properties_as_are_taken_can_be_written(count: int, wrap: Any) -> None:
     """Tokens that end one property and go on with the next meet each of the others: more steps of the parser than a grammar has by itself."""
-    texts = [f'{a}{b}"' for a in ('":', '": ', '":"') for b in ("", "a", "x")] + [f'"{c}"p{n}' for c in (",", ", ", "},") for n in range(10)]
+    texts = [f'{a}{b}"' for a in ('":', '": ', '":"') for b in ("", "a", "x")] + [
+        f'"{c}"p{n}' for c in (",", ", ", "},") for n in range(10)
+    ]
     tokens = [*VOCABULARY.tokens, *(text.encode() for text in texts), *(f'",{" " * n}"'.encode() for n in range(20))]
     grammars = compiler(Vocabulary(tokens, [EOS], [EOS]))
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}, "additionalProperties": False}

@@ -82,10 +82,10 @@ def test_a_range_has_nothing_outside_of_it(low: float | None, high: float | None
 @pytest.mark.parametrize(
     ("schema", "inside", "outside"),
     [
-        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, FARTHEST, -FARTHEST], [2**63, -(2**63) - 1]),
-        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, FARTHEST], [-1, 2**64]),
-        ({"type": "integer", "exclusiveMinimum": EXACT}, [EXACT + 2], [EXACT, EXACT - 1]),
-        ({"type": "integer", "exclusiveMinimum": EXACT, "minimum": 7}, [EXACT + 2], [EXACT, 8]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, FARTHEST - 6000, 6000 - FARTHEST], [2**63, -(2**63) - 1]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, FARTHEST - 6000], [-1, 2**64]),
+        ({"type": "integer", "exclusiveMinimum": EXACT}, [EXACT + 10], [EXACT, EXACT - 1]),
+        ({"type": "integer", "exclusiveMinimum": EXACT, "minimum": 7}, [EXACT + 10], [EXACT, 8]),
         ({"type": "integer", "maximum": 10**300, "minimum": -(10**300)}, [5, -5], []),
     ],
 )
