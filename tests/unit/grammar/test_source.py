@@ -405,3 +405,21 @@ def test_keywords_that_say_nothing_are_no_reason_to_refuse() -> None:
     kept = {"uniqueItems": True, "contains": {}, "minContains": 1, "if": {}, "then": {}, "minItems": 1.5}
     assert prepared(kept) == kept
     assert prepared({"properties": {"then": {}, "else": {}}}) == {"properties": {"then": {}, "else": {}}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        ('root ::= ("a"{1,2}){1,2}', ["a", "aaaa"], ["", "aaaaa"]),
+        ('root ::= ("ab"{2}){2}', ["abababab"], ["abab"]),
+        ('root ::= ("a"+)+', ["a", "aaa"], [""]),
+        ('root ::= ((("a"+)?)+)* "b"', ["b", "aab"], ["a"]),
+        ('root ::= ("a"{2})?', ["", "aa"], ["a"]),
+        ('root ::= (x+)* "q"\nx ::= [)+] ")*"', ["q", "))*+)*q"], ["))*"]),
+        ('root ::= ("a"{2}){2} | "q" # (b+)+', ["aaaa", "q"], ["aa"]),
+    ],
+)
+def test_groups_of_one_repeated_item_in_gbnf(grammar: str, right: list[str], wrong: list[str]) -> None:
+    source = grammar_source(StructuredOutputsParams(grammar=grammar))
+    assert all(matches(source, text) for text in right)
+    assert not any(matches(source, text) for text in wrong)
