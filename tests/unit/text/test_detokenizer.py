@@ -42,7 +42,9 @@ def splits(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 def shown(whole: str, joined: str) -> str:
     """Decoded text as it is shown: without what stands for a character at its end that is not complete. (Bytes that can be none stay.)"""
-    return whole.removesuffix("\ufffd") if (whole.endswith("\ufffd") and not whole.endswith(joined)) or whole == joined + "\ufffd" else whole
+    return (
+        whole.removesuffix("\ufffd") if (whole.endswith("\ufffd") and not whole.endswith(joined)) or whole == joined + "\ufffd" else whole
+    )
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])

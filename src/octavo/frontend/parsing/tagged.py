@@ -13,7 +13,6 @@ from octavo.frontend.parsing.call_object import CallObject, NotACall
 from octavo.frontend.parsing.machine import MAX_NAME, Machine, first_marker, undecided
 from octavo.frontend.parsing.schemas import needs_arguments
 
-
 _FENCE = re.compile(r"```(?:json|JSON)?\s*(?=[{\[])")
 _OPEN_FENCE = re.compile(r"`{1,2}|```(?:j|js|jso|json|J|JS|JSO|JSON)?\s*")
 """What may become one."""
