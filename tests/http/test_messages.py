@@ -233,3 +233,22 @@ def test_replies_have_the_id_of_their_request(server: RunningServer) -> None:
     refused = server.post(PATH, {"max_tokens": 0, "messages": HI})
     assert refused.headers["request-id"] == refused.json()["request_id"]
     assert "request-id" not in server.http.get("/v1/models").headers
+
+
+@pytest.mark.parametrize("given", ["[1, 2]", "5", '"x"', "true", '{"a": 1}', '{"a": ', "null", '""'])
+def test_arguments_that_are_no_object_are_one_in_streams_too(server: RunningServer, given: str) -> None:
+    server.script("", f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>')
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 200,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    }
+    whole = [block["input"] for block in server.post("/v1/messages", body).json()["content"] if block["type"] == "tool_use"]
+    with server.http.stream("POST", "/v1/messages", json={**body, "stream": True}) as reply:
+        blocks = reply.read().decode().removesuffix("\n\n").split("\n\n")
+    events = [json.loads(block.split("\n")[1].removeprefix("data: ")) for block in blocks]
+    text = "".join(event["delta"].get("partial_json", "") for event in events if event["type"] == "content_block_delta")
+    if given == '{"a": ':  # begun as an object: it has been sent before anybody could know
+        assert (text, whole) == ('{"a": }', [{"arguments": '{"a": }'}])
+    else:
+        assert [json.loads(text or "{}")] == whole

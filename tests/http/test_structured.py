@@ -107,7 +107,7 @@ def test_plain_text_is_not_constrained(server: RunningServer) -> None:
             "structured_outputs",
             "whitespace_pattern must match nothing",
         ),
-        ({"structured_outputs": {"json": {}, "whitespace_pattern": "((("}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "((("}}, "structured_outputs", "regular expression"),
         ({"structured_outputs": {"yaml": "x"}}, "structured_outputs", "yaml"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "format"),
         (

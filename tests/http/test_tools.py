@@ -432,3 +432,36 @@ def test_channels_with_strict_tools_are_held_from_their_beginning(checkpoint: An
         refused = server.post(PATH, {"messages": HI, "tools": [STRICT], "thinking_token_budget": 5})
         assert refused.json()["error"]["param"] == "thinking_token_budget"
         assert "strict tools" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("read", [ask, lambda server, answer: streamed(server, answer)])
+@pytest.mark.parametrize(
+    ("answer", "arguments"),
+    [
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Paris"}', '{"city": "Paris"}'),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Par', '{"city": "Par'),
+    ],
+)
+def test_a_call_that_the_model_left_broken_ends_as_a_call(server: RunningServer, read: Any, answer: str, arguments: str) -> None:
+    """By itself, without a limit: clients look for calls where finish_reason says so, and would see an empty answer otherwise."""
+    assert told(read(server, answer)) == ("", "", [("weather", arguments)], "tool_calls")
+
+
+def test_channels_that_must_call_are_held_from_their_beginning(checkpoint: Any) -> None:
+    settings = ServerSettings(tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    with running_server(checkpoint, settings) as server:
+        for choice in ("required", NAMED):
+            ask(server, "<|channel|>commentary to=functions.weather<|message|>{}", tool_choice=choice, thinking_token_budget=5)
+            constraint = server.fake.seen[-1].sampling.constraint
+            assert constraint is not None
+            assert constraint.reasoning_start == "<|channel|>analysis<|message|>"
+            assert constraint.reasoning_end == "<|end|><|start|>assistant"
+
+
+def test_a_format_beside_strict_tools_in_channels(checkpoint: Any) -> None:
+    """The marks are no tokens of this tokenizer: then no grammar can tell messages apart."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+    with running_server(checkpoint, ServerSettings(tool_call_parser="openai", reasoning_parser="openai_gptoss")) as server:
+        reply = server.post(PATH, {"messages": HI, "tools": [STRICT], "response_format": wanted})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+        assert server.post(PATH, {"messages": HI, "tools": [WEATHER], "response_format": wanted}).status_code == 200

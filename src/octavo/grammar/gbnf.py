@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 from octavo.errors import InvalidRequest
 from octavo.grammar.library import llguidance, one_line
 
 MAX_GBNF_RULES = 1000
 """Converting them takes a time that grows with their square: a second for so many."""
+
+
+_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\)')
+_REPEATED = re.compile(r"\s*[*+?{]")
+
+
+def _with_groups(text: str) -> str:
+    """The same grammar, of which the converter keeps all brackets: it drops those around a single item that is repeated, as in ("a"+)*."""
+    parts, at = [], 0
+    for found in _PIECES.finditer(text):
+        if found.group() == ")" and _REPEATED.match(text, found.end()) and text[: found.start()].rstrip()[-1:] in tuple("*+?}"):
+            parts += [text[at : found.start()], ' ""']
+            at = found.start()
+    return "".join([*parts, text[at:]])
 
 
 def is_gbnf(text: str) -> bool:
@@ -28,7 +44,7 @@ def in_lark(text: str, what: str, param: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        converted: str = any_to_lark(text)
+        converted: str = any_to_lark(_with_groups(text))
     except RecursionError:
         raise InvalidRequest(f"{what} cannot be read: its brackets are nested too deep; 200 levels are fine.", param=param) from None
     except Exception as e:  # the converter has errors of many classes

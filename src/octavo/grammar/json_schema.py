@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from octavo.grammar.numbers import BOUNDS, bounds, exact, is_number, listed
 from octavo.grammar.overlap import Overlap
 from octavo.grammar.pointers import Path, followed, index_of
 
@@ -64,8 +65,8 @@ def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any
 
     Args:
         closed: objects allow no properties but those they name, unless they say otherwise.
-        lenient: what no grammar can hold a text to is left out, where the engine would not do so: patterns that look around or back, and
-            numbers of properties that it cannot count.
+        lenient: what no grammar can hold a text to is left out, where the engine would not do so: patterns that look around or back, numbers
+            of properties that it cannot count, and numbers that it cannot hold.
     """
     return _Copy(schema, closed, lenient).of(schema)
 
@@ -83,6 +84,8 @@ class _Copy:
             return copy.deepcopy(schema)
         result: dict[str, Any] = {}
         idle = _idle(schema) | (_uncounted(schema, closed=self._closed) if self._lenient else set())
+        held = bounds(schema)
+        result |= {key: value for key, value in held.items() if key not in schema and value is not None}
         for key, value in schema.items():
             if key in idle:
                 continue
@@ -93,6 +96,12 @@ class _Copy:
             elif (key == "format" and not (isinstance(value, str) and value in FORMATS)) or (
                 key == "pattern" and self._lenient and isinstance(value, str) and _LOOKS_AROUND.search(value)
             ):
+                continue
+            elif key in BOUNDS and is_number(value):
+                if key not in held or (held[key] is None and self._lenient):
+                    continue
+                result[key] = value if held[key] is None else held[key]
+            elif key in ("const", "enum") and self._lenient and not all(exact(number) for _, number in listed({key: value})):
                 continue
             elif key in _COUNTS and isinstance(value, float) and value.is_integer():
                 result[key] = int(value)  # 2.0, which the engine does not take for a whole number

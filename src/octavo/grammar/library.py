@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from octavo.config.address_space import is_refusal
@@ -42,8 +43,18 @@ _OTHER_WORDS = (
 """What the engine says about its inside, or about options that no request has."""
 
 
+def of_pattern(problem: str) -> str:
+    """What `one_line` says of a grammar that is but one regular expression."""
+    return problem.partition("(in regex): ")[2] or problem
+
+
+_BAD_PATTERN = re.compile(r"regex parse error:.*?\berror: ([^\n|]*?)(?:\s+\d+ \||\s*$|\n)", re.DOTALL)
+
+
 def one_line(message: str) -> str:
     """What the engine says, for users. It draws its errors over several lines, and appends its state."""
+    if (found := _BAD_PATTERN.search(message)) is not None:
+        message = f"{message[: found.start()]}the regular expression cannot be read: {found.group(1)}"
     for theirs, ours in _OTHER_WORDS:
         if theirs in message:
             return ours

@@ -16,7 +16,7 @@ from octavo.grammar.effort import FULL, MAX_GRAMMAR_SIZE, Effort, NeedsMore, che
 from octavo.grammar.gbnf import in_lark, is_gbnf
 from octavo.grammar.json_schema import endless, failing_path, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
-from octavo.grammar.library import llguidance, one_line
+from octavo.grammar.library import llguidance, of_pattern, one_line
 from octavo.grammar.pointers import Path, pointer
 from octavo.grammar.rules import in_gbnf, never_ends, parts_of, with_string_options
 from octavo.grammar.size import too_large
@@ -60,23 +60,28 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
         pattern = _text(wish.regex, "regex", param)
         if problem := pattern_problem(pattern):
             raise InvalidRequest(f"{param}.regex cannot be used: {problem}.", param=param)
-        source = llguidance().LLMatcher.grammar_from_regex(pattern)
-        return _checked_source(source, f"{param}.regex", param, effort)
+        source: str = llguidance().LLMatcher.grammar_from_regex(pattern)
+        if problem := _problem(source, effort):
+            raise InvalidRequest(f"{param}.regex cannot be used: {of_pattern(problem)}", param=param)
+        return source
     if wish.choice is not None:
         return _choice_source(wish.choice, param, effort)
     if wish.grammar is not None:
         return _grammar(_text(wish.grammar, "grammar", param), param, effort)
     if effort.quick:
         raise NeedsMore
-    text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
+    tag = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
     what = f"{param}.structural_tag"
-    for place, schema in schemas:
-        if (bad := too_large(schema) or unkept(schema)) is not None:
+    for place, schema in tag.schemas:
+        if (bad := too_large(schema) or unkept(prepared(schema))) is not None:
             raise InvalidRequest(f"{what}: {place}: the JSON schema cannot be used: at {pointer(bad[0])}: {bad[1]}", param=param)
     try:
-        return _checked_source(llguidance().LLMatcher.grammar_from_lark(text), what, param, effort)
+        return _checked_source(llguidance().LLMatcher.grammar_from_lark(tag.text), what, param, effort)
     except InvalidRequest:
-        _blame(schemas, options, what, param)
+        _blame(tag.schemas, options, what, param)
+        for place, pattern in tag.patterns:
+            if problem := _problem(llguidance().LLMatcher.grammar_from_regex(pattern), FULL):
+                raise InvalidRequest(f"{what}: at {place}: {of_pattern(problem)}", param=param) from None
         raise
 
 
@@ -137,16 +142,16 @@ def json_source(schema: Any, options: dict[str, Any], param: str, *, closed: boo
     if (large := too_large(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(large[0])}: {large[1]}", param=param)
     try:
-        text = source(schema)
+        lost = unkept(prepared(schema, closed=closed, lenient=bool(options.get("lenient"))))
+        text = source(schema) if lost is None else ""
     except (ValueError, RecursionError) as e:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: {e}.", param=param) from None
+    if lost is not None:
+        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(lost[0])}: {lost[1]}", param=param)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(f"{param}: the schema has more than {MAX_GRAMMAR_CHARS} characters.", param=param)
     if (deep := too_deep(schema)) is not None:
         raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(deep[0])}: {deep[1]}", param=param)
-    copied = prepared(schema, closed=closed, lenient=bool(options.get("lenient")))
-    if (lost := unkept(copied)) is not None:
-        raise InvalidRequest(f"{param}: the JSON schema cannot be used: at {pointer(lost[0])}: {lost[1]}", param=param)
     check_ends(schema, param)
     if problem := _problem(text, effort):
         path: Path = ()

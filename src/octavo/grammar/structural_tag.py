@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from octavo.errors import InvalidRequest
@@ -20,6 +21,8 @@ from octavo.grammar.unkept import pattern_problem
 from octavo.grammar.xml_parameters import BLANKS, VALUE_END, NotInXml, parameters_of
 
 MAX_DEPTH = 32
+MAX_PATH = 120
+"""Characters of a place in a message."""
 KEYS: dict[str, tuple[str, ...]] = {
     "const_string": ("value", "text"),
     "json_schema": ("json_schema", "style"),
@@ -39,8 +42,17 @@ IDLE: dict[str, tuple[Any, ...]] = {"excludes": ([], None), "style": ("json",)}
 _OLDER_PLACE = re.compile(r"^structures\.tags\[(\d+)\]\.content\.json_schema")
 
 
-def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], param: str) -> tuple[str, list[tuple[str, Any]]]:
-    """The grammar of a structural tag in either spelling, and the JSON schemas in it, each with its place.
+@dataclass(frozen=True)
+class TagGrammar:
+    """The grammar of a structural tag, and what in it may be wrong for reasons of its own; each with its place."""
+
+    text: str
+    schemas: list[tuple[str, Any]]
+    patterns: list[tuple[str, str]]
+
+
+def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], param: str) -> TagGrammar:
+    """The grammar of a structural tag in either spelling.
 
     Args:
         options: how JSON is to be written.
@@ -58,7 +70,24 @@ def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], pa
         root = writer.format(document["format"], "format")
     else:
         writer.refuse("$", 'needs "format" (or "structures" and "triggers")')
-    return "\n".join([f"start: {root}", *writer.rules]), writer.schemas
+    return TagGrammar("\n".join([f"start: {root}", *writer.rules]), writer.schemas, writer.patterns)
+
+
+def _is_regular(node: Any) -> bool:
+    """Whether a format can be one terminal."""
+    match node.get("type") if isinstance(node, dict) else None:
+        case "const_string" | "any_text" | "regex":
+            return True
+        case "sequence" | "or":
+            parts = node.get("elements")
+            return isinstance(parts, list) and bool(parts) and all(map(_is_regular, parts))
+        case _:
+            return False
+
+
+def _has_any_text(node: Any) -> bool:
+    """Of a format that is regular: whether it may go on for ever, whatever comes."""
+    return node["type"] == "any_text" or any(map(_has_any_text, node.get("elements", ())))
 
 
 class _Writer:
@@ -69,9 +98,12 @@ class _Writer:
         self._param = param
         self._depth = 0
         self.schemas: list[tuple[str, Any]] = []
+        self.patterns: list[tuple[str, str]] = []
         self.rules: list[str] = [f"TEXT: {ANY_TEXT}"]
 
     def refuse(self, path: str, why: str) -> NoReturn:
+        if len(path) > MAX_PATH:
+            path = f"{path[: MAX_PATH // 2]} … {path[-MAX_PATH // 2 :]}"
         raise InvalidRequest(f"{self._param}.structural_tag: at {path}: {why}.", param=self._param)
 
     def known(self, node: dict[str, Any], path: str, keys: tuple[str, ...]) -> None:
@@ -159,12 +191,14 @@ class _Writer:
         return self._rule("TEXT")
 
     def regex(self, node: dict[str, Any], path: str) -> str:
+        return self._rule(self._pattern(node, path))
+
+    def _pattern(self, node: dict[str, Any], path: str) -> str:
         pattern = self._string(node, ("pattern",), path)
         if problem := pattern_problem(pattern):
             self.refuse(f"{path}.pattern", problem)
-        name = f"R{len(self.rules)}"
-        self.rules.append(f"{name}: {pattern_literal(pattern)}")
-        return self._rule(name)
+        self.patterns.append((f"{path}.pattern", pattern))
+        return self._terminal(pattern_literal(pattern))
 
     def grammar(self, node: dict[str, Any], path: str) -> str:
         text = self._string(node, ("grammar",), path)
@@ -173,11 +207,61 @@ class _Writer:
         return self._rule(f"%lark {{\n{text}\n}}")
 
     def sequence(self, node: dict[str, Any], path: str) -> str:
+        """The engine's lexer takes as much as a terminal can have, and never goes back: neighbours that are regular become one terminal."""
         parts = self._list(node, "elements", path)
-        return self._rule(" ".join(self.format(part, f"{path}.elements[{i}]") for i, part in enumerate(parts)))
+        rules: list[str] = []
+        at = 0
+        while at < len(parts):
+            end = at
+            while end < len(parts) and _is_regular(parts[end]):
+                end += 1
+            place = f"{path}.elements[{at}]"
+            if end == at:
+                rules.append(self.format(parts[at], place))
+            elif end == len(parts) or not any(map(_has_any_text, parts[at:end])):
+                rules.append(self._terminal(self._expressions(parts[at:end], path, at)))
+            elif isinstance(following := parts[end], dict) and following.get("type") == "tag":
+                begin = literal(self._string(following, ("begin",), f"{path}.elements[{end}]"))
+                rules.append(self._until(f"{self._expressions(parts[at:end], path, at)} {begin}"))
+                rules.append(self._tag_after(following, "", f"{path}.elements[{end}]"))
+                end += 1
+            elif _has_any_text(parts[end - 1]):
+                self.refuse(f"{path}.elements[{end - 1}]", "any text has no end before what follows, which begins with no fixed text")
+            else:
+                rules.append(self._until(self._expressions(parts[at:end], path, at)))
+            at = max(end, at + 1)
+        return self._rule(" ".join(rules))
+
+    def _expressions(self, parts: list[Any], path: str, first: int = 0) -> str:
+        return " ".join(self._expression(part, f"{path}.elements[{i}]") for i, part in enumerate(parts, first))
+
+    def _expression(self, node: dict[str, Any], path: str) -> str:
+        """A format that `_is_regular`, as part of a terminal."""
+        self.known(node, path, ("type", *KEYS[node["type"]]))
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            self.refuse(path, f"nested more than {MAX_DEPTH} levels deep")
+        try:
+            match node["type"]:
+                case "const_string":
+                    return literal(self._string(node, ("value", "text"), path))
+                case "any_text":
+                    return "TEXT"
+                case "regex":
+                    return self._pattern(node, path)
+                case "sequence":
+                    return f"({self._expressions(node['elements'], path)})"
+                case _:
+                    return (
+                        "(" + " | ".join(self._expression(part, f"{path}.elements[{i}]") for i, part in enumerate(node["elements"])) + ")"
+                    )
+        finally:
+            self._depth -= 1
 
     def alternatives(self, node: dict[str, Any], path: str) -> str:
         parts = self._list(node, "elements", path)
+        if _is_regular(node):
+            return self._rule(self._terminal(self._expression(node, path)))
         return self._rule(" | ".join(self.format(part, f"{path}.elements[{i}]") for i, part in enumerate(parts)))
 
     def tag(self, node: dict[str, Any], path: str) -> str:
@@ -194,12 +278,12 @@ class _Writer:
         if not ends or not all(isinstance(end, str) for end in ends):
             self.refuse(f"{path}.end", "must be a string, or a list of strings")
         content = node.get("content")
-        if isinstance(content, dict) and content.get("type") == "any_text":
-            self.known(content, f"{path}.content", ("type", *KEYS["any_text"]))
-            # The text goes up to the end, not past it.
-            name = f"until_{len(self.rules)}"
-            self.rules.append(f"{name}[lazy]: {' | '.join(f'TEXT {literal(end)}' for end in ends) if any(ends) else 'TEXT'}")
-            return self._rule(f"{literal(begin)} {name}")
+        if isinstance(content, dict) and _is_regular(content):
+            inside = self._expression(content, f"{path}.content")
+            closing = " | ".join(literal(end) for end in ends if end)
+            if all(ends):  # the text goes up to the end, not past it
+                return self._rule(f"{literal(begin)} {self._until(f'({inside}) ({closing})')}")
+            return self._rule(f"{literal(begin)} {self._terminal(f'({inside})' + (f' ({closing})?' if closing else ''))}")
         inner = self.format(content, f"{path}.content")
         closing = " | ".join(literal(end) or '""' for end in ends)
         return self._rule(f"{literal(begin)} {inner} ({closing})" if any(ends) else f"{literal(begin)} {inner}")
@@ -224,8 +308,7 @@ class _Writer:
                 self.refuse(f"{path}.tags[{i}].begin", "starts with none of the triggers")
         repeat = "+" if node.get("at_least_one") else "*"
         if node.get("stop_after_first"):
-            repeat = "" if node.get("at_least_one") else "?"
-            return self._rule(f"({' | '.join(started)}){repeat}")
+            return self._rule(" | ".join([*started, *([] if node.get("at_least_one") else ["TEXT"])]))
         return self._rule(f"({' | '.join(started)}){repeat} TEXT")
 
     def separated(self, node: dict[str, Any], path: str) -> str:
@@ -235,6 +318,17 @@ class _Writer:
         separator = literal(self._string(node, ("separator",), path, empty=True))
         body = one if node.get("stop_after_first") else f"{one} ({separator} {one})*"
         return self._rule(body if node.get("at_least_one") else f"({body})?")
+
+    def _until(self, expression: str) -> str:
+        """A terminal that ends where its expression first can."""
+        name = f"until_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: {expression}")
+        return name
+
+    def _terminal(self, expression: str) -> str:
+        name = f"T{len(self.rules)}"
+        self.rules.append(f"{name}: {expression}")
+        return name
 
     def _rule(self, body: str) -> str:
         name = f"part_{len(self.rules)}"

@@ -3,6 +3,7 @@
 * Free names (of `additionalProperties`, `patternProperties`) may be written twice in one object, where the last value counts. That is no harm
   to the value, whose schema is the same; but a count of properties is met in the text and not by the object that it means.
 * Beside names that a schema names, the engine takes a free one in any spelling: "\\u0061" would be "a" again, under another schema.
+* Numbers are doubles to it (see `numbers`).
 * A regular expression may end in a backslash that escapes nothing.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.grammar.json_schema import ALTERNATIVES, parts_of, subschemas
+from octavo.grammar.numbers import number_problem
 from octavo.grammar.pointers import Path, followed
 
 ESCAPES = 'nrbtf\\"'
@@ -37,6 +39,8 @@ def string_options(schema: Any) -> dict[str, Any]:
 def unkept(schema: Any) -> tuple[Path, str] | None:
     """Where a schema says what the engine would take and not keep, and what to say; None if nowhere."""
     for path, node in parts_of(schema):
+        if (number := number_problem(node)) is not None:
+            return (*path, number[0]), number[1]
         patterns = node.get("patternProperties")
         for pattern in [node.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
             if isinstance(pattern, str) and (problem := pattern_problem(pattern)):

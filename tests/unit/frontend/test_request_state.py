@@ -175,7 +175,7 @@ def test_min_tokens_holds_stop_strings_off(tokenizer: Tokenizer) -> None:
     assert output.outputs[0].text == "abc"
 
 
-def test_an_incomplete_character_is_kept_until_it_is_whole_or_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_kept_until_it_is_whole(tokenizer: Tokenizer) -> None:
     run = Run(tokenizer, SamplingParams(output_kind=DELTA, max_tokens=20))
     texts = []
     for token in token_ids("é🎉")[:-1]:
@@ -187,7 +187,7 @@ def test_an_incomplete_character_is_kept_until_it_is_whole_or_the_end(tokenizer:
     run.feed([], FinishReason.LENGTH)
     output = run.state.take()
     assert output is not None
-    assert output.outputs[0].text == "\ufffd"
+    assert output.outputs[0].text == ""
 
 
 def test_no_detokenizing(tokenizer: Tokenizer) -> None:

@@ -158,3 +158,27 @@ def test_a_tokenizer_that_cannot_be_sent_gets_longest_matches() -> None:
     forced = grammars.matcher(grammars.compile('start: "name" /x+/'))
     tokens = allowed(forced, grammars.num_words)
     assert VOCABULARY.tokens.index(b"name") in tokens
+
+
+@pytest.mark.parametrize("wrap", [lambda source: source, lambda source: f"start: {source}"])
+@pytest.mark.parametrize("count", [120, 480])
+def test_as_many_optional_properties_as_are_taken_can_be_written(count: int, wrap: Any) -> None:
+    """Tokens that end one property and go on with the next meet each of the others: more steps of the parser than a grammar has by itself."""
+    texts = [f'{a}{b}"' for a in ('":', '": ', '":"') for b in ("", "a", "x")] + [
+        f'"{c}"p{n}' for c in (",", ", ", "},") for n in range(10)
+    ]
+    tokens = [*VOCABULARY.tokens, *(text.encode() for text in texts), *(f'",{" " * n}"'.encode() for n in range(20))]
+    grammars = compiler(Vocabulary(tokens, [EOS], [EOS]))
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}, "additionalProperties": False}
+    whole = json_source(schema, json_options(), "x")
+    source = whole if wrap("x") == "x" else grammar_source(StructuredOutputsParams(grammar=wrap(f"%json {json.dumps(schema)}")))
+    compiled, chance = grammars.compile(source), random.Random(count)
+    for _ in range(4):
+        matcher = grammars.matcher(compiled)
+        for _ in range(60):
+            right = [t for t in allowed(matcher, grammars.num_words) if t != EOS]
+            assert not matcher.problem()
+            if not right:
+                break
+            quotes = [t for t in right if b'"' in tokens[t]]
+            assert matcher.accept(chance.choice(quotes if quotes and chance.random() < 0.8 else right))

@@ -152,7 +152,9 @@ def test_a_schema_in_a_structural_tag_is_named() -> None:
     fine = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
     older = {"structures": [fine, {"begin": "<g>", "schema": bad, "end": "</g>"}], "triggers": ["<f", "<g"]}
     assert "structural_tag: structures[1].schema: the JSON schema cannot be used: at $.properties.a:" in refusal(structural_tag=older)
-    newer = {"format": {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": bad}]}}
+    newer = {
+        "format": {"type": "sequence", "elements": [{"type": "const_string", "value": "x"}, {"type": "json_schema", "json_schema": bad}]}
+    }
     assert "structural_tag: format.elements[1].json_schema: the JSON schema cannot be used: at $.properties.a:" in refusal(
         structural_tag=newer
     )
@@ -264,9 +266,9 @@ def test_a_structural_tag_says_nothing_that_is_not_heeded(tag: dict[str, Any], p
 
 def test_keys_of_structural_tags_that_clients_send_unset_are_fine() -> None:
     elements: list[Any] = [
-        {"type": "any_text", "excludes": []},
         {"type": "json_schema", "json_schema": {"type": "null"}, "style": "json"},
         {"type": "tag", **TAG, "content": {"type": "any_text", "excludes": []}},
+        {"type": "any_text", "excludes": []},
     ]
     assert grammar_source(
         StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
@@ -403,3 +405,21 @@ def test_keywords_that_say_nothing_are_no_reason_to_refuse() -> None:
     kept = {"uniqueItems": True, "contains": {}, "minContains": 1, "if": {}, "then": {}, "minItems": 1.5}
     assert prepared(kept) == kept
     assert prepared({"properties": {"then": {}, "else": {}}}) == {"properties": {"then": {}, "else": {}}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        ('root ::= ("a"{1,2}){1,2}', ["a", "aaaa"], ["", "aaaaa"]),
+        ('root ::= ("ab"{2}){2}', ["abababab"], ["abab"]),
+        ('root ::= ("a"+)+', ["a", "aaa"], [""]),
+        ('root ::= ((("a"+)?)+)* "b"', ["b", "aab"], ["a"]),
+        ('root ::= ("a"{2})?', ["", "aa"], ["a"]),
+        ('root ::= (x+)* "q"\nx ::= [)+] ")*"', ["q", "))*+)*q"], ["))*"]),
+        ('root ::= ("a"{2}){2} | "q" # (b+)+', ["aaaa", "q"], ["aa"]),
+    ],
+)
+def test_groups_of_one_repeated_item_in_gbnf(grammar: str, right: list[str], wrong: list[str]) -> None:
+    source = grammar_source(StructuredOutputsParams(grammar=grammar))
+    assert all(matches(source, text) for text in right)
+    assert not any(matches(source, text) for text in wrong)

@@ -74,6 +74,13 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
         [Call("f", '{"s": "12\\nb", "a": 1}', True)],
     ),
     ("qwen3_coder", "<tool_call><function=get-time></function></tool_call> ok", "ok", [G]),
+    ("json", '```json\n{"name": "f", "arguments": {"a": 1}}\n```', "", [F1]),
+    ("json", '```\n[{"name": "f", "arguments": {"a": 1}}]\n``` Done.', "Done.", [F1]),
+    ("json", '```json\n{"answer": 42}\n```', '```json\n{"answer": 42}\n```', []),
+    ("json", "```js\nlet a = {}\n```", "```js\nlet a = {}\n```", []),
+    ("json", "`a` and ``b``", "`a` and ``b``", []),
+    ("llama3_json", '```json\n{"name": "f", "parameters": {"a": 1}}', "", [F1]),
+    ("qwen3_coder", "Use <function=name> and <parameter=x> like so.", "Use <function=name> and <parameter=x> like so.", []),
     (
         "deepseek_v3",
         'I<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'

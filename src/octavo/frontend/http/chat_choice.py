@@ -7,16 +7,17 @@ from collections.abc import Callable
 from octavo.frontend.http.replies import Delta, FunctionCall, FunctionDelta, Message, ToolCall, ToolCallDelta
 from octavo.frontend.http.reply_plan import ReplyPlan
 from octavo.frontend.outputs import CompletionOutput
-from octavo.frontend.parsing.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from octavo.frontend.parsing.events import CallArguments, CallStart, Event, Reasoning, Text
 from octavo.frontend.parsing.reply import ReplyParser, read_whole
 
 CUT_SHORT = ("length", "abort")
 """Finish reasons of replies that would have gone on."""
 
 
-def finish_reason(reason: str | None, plan: ReplyPlan, complete_calls: int) -> str | None:
-    """A reply that stopped after calls ends with "tool_calls", unless the one call was ordered by name."""
-    return "tool_calls" if reason == "stop" and complete_calls and not plan.named else reason
+def finish_reason(reason: str | None, plan: ReplyPlan, calls: int) -> str | None:
+    """A reply that stopped after calls ends with "tool_calls", unless the one call was ordered by name: also after one that the model left
+    broken. Clients look there for calls, and know that arguments which nothing holds to a schema may be no JSON."""
+    return "tool_calls" if reason == "stop" and calls and not plan.named else reason
 
 
 def whole_message(
@@ -34,7 +35,7 @@ def whole_message(
         message.reasoning = message.reasoning_content = reply.reasoning
     if reply.calls:
         message.tool_calls = [ToolCall(plan.new_call_id(), FunctionCall(call.name, call.arguments)) for call in reply.calls]
-    return message, finish_reason(output.finish_reason, plan, sum(call.complete for call in reply.calls)), reply.reasoning
+    return message, finish_reason(output.finish_reason, plan, len(reply.calls)), reply.reasoning
 
 
 class ChoiceStream:
@@ -46,7 +47,6 @@ class ChoiceStream:
         self._include_reasoning = include_reasoning
         self._new_id: Callable[[], str] = plan.new_call_id
         self._calls = 0
-        self._complete = 0
         self._reasoning: list[str] = []
 
     def delta(self, output: CompletionOutput) -> tuple[Delta | None, str | None]:
@@ -57,7 +57,7 @@ class ChoiceStream:
         if output.finish_reason is not None:
             events += self._parser.finish(cut_short=output.finish_reason in CUT_SHORT)
         delta = self._of(events)
-        return delta, finish_reason(output.finish_reason, self._plan, self._complete)
+        return delta, finish_reason(output.finish_reason, self._plan, self._calls)
 
     @property
     def reasoning(self) -> str:
@@ -83,8 +83,6 @@ class ChoiceStream:
                         last.function.arguments += event.text
                     else:
                         calls.append(ToolCallDelta(self._calls - 1, FunctionDelta(arguments=event.text)))
-                case CallEnd():
-                    self._complete += event.complete
         if not (text or reasoning or calls):
             return None
         delta = Delta()

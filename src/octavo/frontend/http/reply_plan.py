@@ -5,18 +5,28 @@ from __future__ import annotations
 import secrets
 import string
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.errors import InvalidRequest, NotYet
 from octavo.frontend.http.structured import Wish
 from octavo.frontend.http.tools import ToolUse
-from octavo.frontend.parsing.formats import GENERIC, CallSyntax, ReasoningFormat, ToolFormat, opened_by, reasoning_format, tool_format
-from octavo.frontend.parsing.grammar import MAX_CALLS, required_calls
+from octavo.frontend.parsing.formats import (
+    GENERIC,
+    HARMONY,
+    CallSyntax,
+    ReasoningFormat,
+    ToolFormat,
+    opened_by,
+    reasoning_format,
+    tool_format,
+)
+from octavo.frontend.parsing.grammar import MAX_CALLS, answer_or_calls, any_object_but_a_call, required_calls
 from octavo.frontend.parsing.guard import CannotGuard, optional_calls
+from octavo.frontend.parsing.guard_other import channels_to_answer
 from octavo.frontend.parsing.reply import ReplyFormat
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import inline_json, json_options
@@ -102,7 +112,7 @@ async def plan_reply(
         max_calls=None if most > 1 else 1,
         whole_calls=stops,
         must_call=use.must_call,
-        guarded=use.strict and not use.must_call and wish is None,
+        guarded=use.strict and not use.must_call and (wish is None or (tools is not None and tools.name == HARMONY.name)),
     )
     structured = await _grammar(llm, tokenizer, use, tools, wish, most, client)
     if beam and structured is not None:
@@ -159,8 +169,16 @@ async def _grammar(
         assert syntax is not None
         # An answer of the wished form, or calls instead of it.
         await wish.check(llm, client)
-        text = f"{required_calls(syntax, use.functions, special, most=most)}\n{_answer(wish.params)}"
-        return await _checked(llm, text.replace("start: ", "start: answer | ", 1), use, special, client)
+        if use.strict and tools is not None and tools.name == HARMONY.name:
+            # Calls come before the answer, in messages of their own.
+            try:
+                text = channels_to_answer(use.functions, special, _answer(wish.params))
+            except CannotGuard as error:
+                raise InvalidRequest(str(error), param="tools") from None
+            return await _checked(llm, text, use, special, client)
+        # Where a call is JSON like the answer, an answer with names of its own choice could be a call whose arguments nothing holds.
+        answer = _answer(wish.params, use.functions if use.strict and syntax.is_json else ())
+        return await _checked(llm, answer_or_calls(syntax, use.functions, special, answer, most=most), use, special, client)
     if tools is None or not use.strict:
         return None
     try:
@@ -191,12 +209,21 @@ def _is_json(params: StructuredOutputsParams) -> bool:
     return params.json is not None or bool(params.json_object)
 
 
-def _answer(params: StructuredOutputsParams) -> str:
+def _answer(params: StructuredOutputsParams, apart_from: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The rule of an answer in JSON.
+
+    Args:
+        apart_from: tools of which it must not be a call: it has no names then but those of its schema.
+    """
     lenient = params.best_effort
+    if apart_from and params.json is None:
+        return any_object_but_a_call(apart_from)
     schema = (
         {"type": "object"}
         if params.json is None
-        else prepared(parsed_schema(params.json, "response_format"), closed=params.disable_additional_properties, lenient=lenient)
+        else prepared(
+            parsed_schema(params.json, "response_format"), closed=params.disable_additional_properties or bool(apart_from), lenient=lenient
+        )
     )
     options = json_options(compact=params.disable_any_whitespace, pattern=params.whitespace_pattern, lenient=lenient)
     return f"answer: {inline_json(schema, options)}"
@@ -232,8 +259,9 @@ def _reasoning_marks(
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    if reasoning.harmony:
-        end = _HARMONY_NEXT if must_call else reasoning.end
-        return OutputConstraint(reasoning_end_ids=ids(end), reasoning_stop_ids=ids(_HARMONY_NEXT if must_call else _HARMONY_ANSWER))
     start = "" if form.opened else reasoning.start
+    if reasoning.harmony and must_call:  # the call may also be the first message
+        return OutputConstraint(reasoning_start=start, reasoning_end=_HARMONY_NEXT, reasoning_stop_ids=ids(_HARMONY_NEXT))
+    if reasoning.harmony:
+        return OutputConstraint(reasoning_end_ids=ids(reasoning.end), reasoning_stop_ids=ids(_HARMONY_ANSWER))
     return OutputConstraint(reasoning_start=start, reasoning_end=reasoning.end, reasoning_stop_ids=ids(reasoning.end))

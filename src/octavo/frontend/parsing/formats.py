@@ -36,6 +36,16 @@ class CallSyntax:
     separator: str = ""
     end: str = ""
 
+    @property
+    def is_json(self) -> bool:
+        """Calls are JSON from their first character on, without a marker: an answer in JSON may begin like one."""
+        return self.before.startswith("{") and not self.begin.strip("[")
+
+    @property
+    def arguments_key(self) -> str:
+        """Of calls in JSON."""
+        return "parameters" if '"parameters"' in self.between else "arguments"
+
 
 @dataclass(frozen=True)
 class ToolFormat:

@@ -173,6 +173,46 @@ def deepseek_calls(tools: Tools, special: Special) -> str:
     return "\n".join([f"start: ({' | '.join(calls)}{free})* FREE", "FREE: TEXT", header, _TERMINALS, *rules])
 
 
+def channels_to_answer(tools: Tools, special: Special, answer: str) -> str:
+    """Messages as in `channels`, of which the final one is an answer; or the last is a call.
+
+    Args:
+        answer: the rule of that name, and those it needs.
+
+    Raises:
+        CannotGuard: the marks are no tokens of this tokenizer, so that any text might hold one.
+    """
+    marks = (harmony.CHANNEL, harmony.MESSAGE, harmony.START, "<|end|>")
+    if any(mark not in special for mark in marks):
+        raise CannotGuard("Strict tools cannot be combined with a response_format here, since channels are no tokens of this model's.")
+    channel, message, start, end = (f"<[{special[mark]}]>" for mark in marks)
+    constrain = f" (<[{special[harmony.CONSTRAIN]}]> /[ ]*json[ ]*/)?" if harmony.CONSTRAIN in special else ""
+    rules, calls, calls_by_role = [], [], []
+    for i, tool in enumerate(tools):
+        rules.append(arguments_rule(i, tool))
+        to = f'"to=" "functions."? {quoted(str(tool["name"]))}'
+        rules += [f"CALL_{i}: /[ ]*(commentary|analysis)[ ]+/ {to} /([ ]+(json|code)?[ ]*)?/", f"TO_{i}: /[ ]+/ {to} / */"]
+        calls.append(f"{channel} CALL_{i}{constrain} {message} SPACE? arguments_{i} SPACE?")
+        calls_by_role.append(f"TO_{i} {channel} CALL{constrain} {message} SPACE? arguments_{i} SPACE?")
+    over = " | ".join(f"<[{special[mark]}]>" for mark in ("<|end|>", "<|call|>") if mark in special)
+    return "\n".join(
+        [
+            f"start: last | thought {end} next | call ({over}) next",
+            f'next: {start} "assistant" (start | call_by_role (({over}) next)?)',
+            f"last: call | {channel} FINAL{constrain} {message} SPACE? answer SPACE?",
+            f"thought: {channel} THOUGHT {message} TEXT",
+            f"call: {' | '.join(calls)}",
+            f"call_by_role: {' | '.join(calls_by_role)}",
+            "THOUGHT: /[ ]*(analysis|commentary)[ ]*/",
+            "CALL: /[ ]*(commentary|analysis)[ ]*((json|code)[ ]*)?/",
+            "FINAL: /[ ]*final[ ]*(json[ ]*)?/",
+            _TERMINALS,
+            *rules,
+            answer,
+        ]
+    )
+
+
 def channels(tools: Tools, special: Special) -> str:
     """Messages with headers, of which those to a function are calls. See `HarmonyParser`."""
     channel, message = harmony.CHANNEL, harmony.MESSAGE
@@ -181,7 +221,7 @@ def channels(tools: Tools, special: Special) -> str:
         rules.append(arguments_rule(i, tool))
         to = f'"to=" "functions."? {quoted(str(tool["name"]))}'
         if channel in special and message in special:
-            rules.append(f"CALL_{i}: /[ ]*(commentary|analysis)[ ]+/ {to} /[ ]*(json[ ]*)?/")
+            rules.append(f"CALL_{i}: /[ ]*(commentary|analysis)[ ]+/ {to} /([ ]+(json)?[ ]*)?/")
             constrain = f" (<[{special[harmony.CONSTRAIN]}]> /[ ]*json[ ]*/)?" if harmony.CONSTRAIN in special else ""
             role = f"(<[{special[harmony.START]}]> NO_CALL)? " if harmony.START in special else ""
             calls.append(f"FREE {role}<[{special[channel]}]> CALL_{i}{constrain} <[{special[message]}]> SPACE? arguments_{i}")

@@ -32,6 +32,8 @@ class QwenXmlCalls(Machine):
         self._schemas = schemas
         self._properties: Mapping[str, Any] = {}
         self._parameters = 0
+        self._unmarked = False
+        """No <tool_call> stands before the function."""
 
     def _free_text(self) -> bool:
         markers = (CALL, FUNCTION)
@@ -40,7 +42,8 @@ class QwenXmlCalls(Machine):
             return moved
         self._begin_region()
         self._take(len(marker))
-        self._state = self._in_name if marker == FUNCTION else self._before_function
+        self._unmarked = marker == FUNCTION
+        self._state = self._in_name if self._unmarked else self._before_function
         return True
 
     def _before_function(self) -> bool:
@@ -60,7 +63,9 @@ class QwenXmlCalls(Machine):
         if at < 0 and len(self._buffer) <= MAX_NAME:
             return False
         name = self._buffer[:at].strip()
-        if not 0 < at <= MAX_NAME or not name or (self._guarded and name not in self._schemas):
+        # Without <tool_call> before it, only the name of a tool tells a call from text about such tags.
+        known = name in self._schemas or not (self._guarded or self._unmarked)
+        if not 0 < at <= MAX_NAME or not name or not known:
             self._give_up()
             return True
         self._take(at + 1)

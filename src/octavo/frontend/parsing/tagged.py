@@ -5,12 +5,17 @@ Behind a marker stands one of: a JSON object a call, a JSON list of them, or a n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from octavo.frontend.parsing.call_object import CallObject, NotACall
 from octavo.frontend.parsing.machine import MAX_NAME, Machine, first_marker, undecided
 from octavo.frontend.parsing.schemas import needs_arguments
+
+_FENCE = re.compile(r"```(?:json|JSON)?\s*(?=[{\[])")
+_OPEN_FENCE = re.compile(r"`{1,2}|```(?:j|js|jso|json|J|JS|JSO|JSON)?\s*")
+"""What may become one."""
 
 
 class TaggedCalls(Machine):
@@ -49,6 +54,8 @@ class TaggedCalls(Machine):
         self._empty = frozenset(name for name, schema in (schemas or {}).items() if not needs_arguments(schema))
         self._pending_name = ""
         self._bare = False
+        self._fenced = False
+        """The calls stand in a block of code that has not ended."""
         self._list = False
         self._some_in_list = False
         self._object: CallObject | None = None
@@ -60,12 +67,28 @@ class TaggedCalls(Machine):
         rest = self._buffer.lstrip()
         if not rest:
             return False
+        if self._fenced_call(rest):
+            return True
+        if not self._final and not self._guarded and _OPEN_FENCE.fullmatch(rest):
+            return False
         if rest[0] in "{[" and not any(marker.startswith(rest[:1]) for marker in self._opens):
             self._begin_region()
             self._bare = True
             self._state = self._body
         else:
             self._state = self._free_text
+        return True
+
+    def _fenced_call(self, rest: str) -> bool:
+        """Whether the reply begins with JSON in a block of code, as some models write all of theirs: it may be a call. (What strict tools guard
+        has no blocks.)"""
+        found = None if self._guarded else _FENCE.match(rest)
+        if found is None:
+            return False
+        self._begin_region()
+        self._take(len(self._buffer) - len(rest) + found.end())
+        self._bare = self._fenced = True
+        self._state = self._body
         return True
 
     def _free_text(self) -> bool:
@@ -202,6 +225,12 @@ class TaggedCalls(Machine):
         if not rest:
             return False
         gap = self._buffer[: len(self._buffer) - len(rest)]
+        if self._fenced and rest.startswith("`"):
+            if len(rest) < len("```") and not self._final:
+                return False
+            self._fenced = False
+            self._take(len(gap) + len("```") if rest.startswith("```") else 0)
+            return True
         if rest[0] == "{":
             self._take(len(gap))
             self._begin_region()

@@ -1,7 +1,7 @@
 """Text of a growing sequence of tokens, piece by piece.
 
 The invariant, at any split of the tokens: what `push` has returned plus `flush` equals the text that decoding prompt and
-output together adds to that of the prompt; and no piece ends inside a character.
+output together adds to that of the prompt, but for a character at its end that is not complete; and no piece ends inside a character.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class IncrementalDetokenizer:
         return self._stream.push(ids)
 
     def flush(self) -> str:
-        """At the end of the sequence: U+FFFD if it ended inside a character, else nothing."""
+        """At the end of the sequence: what is left. A limit may have cut it inside a character (an emoji has up to four tokens): of that nothing
+        is shown, as U+FFFD would be none of the model's text."""
         return self._stream.flush()
 
 
@@ -78,7 +79,8 @@ class _ByteStream:
         return self._trim(self._decoder.decode(b"".join([self._token_bytes(i) for i in ids if i not in self._skipped])))
 
     def flush(self) -> str:
-        return self._trim(self._decoder.decode(b"", final=True))
+        self._decoder.reset()  # all that it keeps is the beginning of a character
+        return ""
 
     def _trim(self, text: str) -> str:
         if self._drop_space and text:
@@ -119,7 +121,8 @@ class _WindowStream:
             return ""
         self._window = self._window[-max(_CONTEXT, pending) :]
         self._shown = len(self._window)
-        return after[len(before) :]
+        added = after[len(before) :]
+        return added.rstrip(_REPLACEMENT) if final and pending < _UTF8_BYTES else added
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, spaces_between_special_tokens=self._spaces)

@@ -2,7 +2,7 @@
 
 One batch runs at a time, with a bounded number of its lines in work. A new line is begun only while nothing waits in the engine's
 queue, so that a batch takes what live requests leave. Every reply is on disk before it counts; a batch that a crash interrupted
-goes on with the lines that have no reply yet. Those that were in work at the crash come first and one at a time, since one of them may
+goes on with the lines that have no reply yet. Those that were in work at the crash come first, as many at once as ever, since one of them may
 have been its cause; other batches run beside them. A line under which the server died `MAX_DEATHS` times is given up; the last of its tries
 is made while no other line of any batch is in work, so that no other can be to blame.
 """
@@ -157,34 +157,45 @@ class BatchRunner:
             done = outputs.resume()
             begun = self._store.attempts(batch_id)
             lines = (line for line in self._lines(record) if line.custom_id in begun and line.custom_id not in done)
+            together: list[BatchLine] = []
+            alone: list[BatchLine] = []
             while (line := await asyncio.to_thread(next, lines, None)) is not None:
                 if begun[line.custom_id] >= MAX_DEATHS:
                     outputs.write(failure(line, "server_died", DEADLY))
-                elif not await self._try_again(line, record, owner, outputs, alone=begun[line.custom_id] == MAX_DEATHS - 1):
+                elif begun[line.custom_id] == MAX_DEATHS - 1:
+                    alone.append(line)
+                else:
+                    together.append(line)
+            groups = [together[i : i + self._concurrency] for i in range(0, len(together), self._concurrency)]
+            for group in (*groups, *([line] for line in alone)):
+                if not await self._try_again(group, record, owner, outputs, alone=group[0] in alone):
                     return
                 self._save_counts(record, owner)
+            self._save_counts(record, owner)
         except (ConfigError, OSError):
             return  # whoever goes on with the batch will meet it again, and end it
         finally:
             outputs.close()
 
-    async def _try_again(self, line: BatchLine, record: Record, owner: str, outputs: _Outputs, *, alone: bool) -> bool:
-        """Answer one line; False if its batch has to end before that."""
+    async def _try_again(self, lines: Sequence[BatchLine], record: Record, owner: str, outputs: _Outputs, *, alone: bool) -> bool:
+        """Answer some lines at once; False if their batch has to end before that."""
         self._hold = alone
         while alone and self._in_work:
             await asyncio.sleep(YIELD_SECONDS)
-        self._store.begin_line(record["id"], line.custom_id)
-        task = asyncio.create_task(_answer_line(line, self._post_for(owner)), name=line.custom_id)
+        running: set[Answering] = set()
         try:
-            while not task.done():
+            for line in lines:
+                self._store.begin_line(record["id"], line.custom_id)
+                running.add(asyncio.create_task(_answer_line(line, self._post_for(owner)), name=line.custom_id))
+            while running:
                 if self._ending(record, owner) is not None:
                     return False
-                await self._wait({task}, SAVE_SECONDS)
-            outputs.write(task.result())
+                await self._wait(running, SAVE_SECONDS)
+                running = self._write_finished(running, outputs)
             return True
         finally:
             self._hold = False
-            await cancel(task)
+            await cancel(*running)
 
     def _post_for(self, owner: str) -> Post:
         async def post(path: str, body: Any) -> tuple[int, Any]:

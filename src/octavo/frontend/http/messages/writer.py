@@ -42,6 +42,9 @@ class MessagesWriter:
         self._call = -1
         """Index of the open call."""
         self._called = False
+        self._held = ""
+        """Arguments of the open call that are not (yet) known to be a JSON object."""
+        self._is_object = False
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         choice = (await self._chat.whole(generation)).choices[0]
@@ -94,8 +97,14 @@ class MessagesWriter:
         block = {"type": "tool_use", "id": call.id or "", "name": call.function.name or "", "input": {}}
         yield from self._switch("tool_use", block)
         self._call = call.index
-        if call.function.arguments:
-            yield self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+        self._held += call.function.arguments or ""
+        self._is_object |= self._held.lstrip().startswith("{")
+        if self._is_object and self._held:
+            yield self._arguments(self._held)
+
+    def _arguments(self, text: str) -> bytes:
+        self._held = ""
+        return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _switch(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         """Makes sure that a block of `kind` is open."""
@@ -111,6 +120,9 @@ class MessagesWriter:
 
     def _close(self) -> Iterator[bytes]:
         if self._open:
+            if self._open == "tool_use" and self._held.strip():  # clients read these as an object, as they have it in a whole reply
+                yield self._arguments(msgspec.json.encode({"arguments": self._held}).decode())
+            self._held, self._is_object = "", False
             if self._open == "thinking":
                 yield self._delta({"type": "signature_delta", "signature": ""})
             yield _event("content_block_stop", index=self._index)
