@@ -62,7 +62,9 @@ async def test_a_killed_rank_is_a_pause_for_streams(tmp_path: Path, caplog: pyte
         first = llm.engine_pid
         again = await tokens(llm.generate(PROMPT, LONG, "after"), {20: rank.kill})
         assert again == whole
-        assert llm.engine_pid != first
+        async with asyncio.timeout(60):  # on a busy machine all tokens may have been there before it was killed
+            while llm.engine_pid in (None, first):
+                await asyncio.sleep(0.1)
         assert "Rank 1 was ended by signal 9" in caplog.text
         new = ranks(llm)
     assert not any(process.is_running() for process in [rank, *new])
@@ -86,7 +88,9 @@ async def test_a_stopped_rank_is_noticed_long_before_its_steps_count_as_hung(tmp
         whole = await tokens(llm.generate(PROMPT, LONG, "before"))
         (rank,) = ranks(llm)
         assert await tokens(llm.generate(PROMPT, LONG, "after"), {20: rank.suspend}) == whole
-        assert f"Rank 1 (process {rank.pid}) has been stopped for " in caplog.text
+        async with asyncio.timeout(60):  # on a busy machine all tokens may have been there before it was stopped
+            while f"Rank 1 (process {rank.pid}) has been stopped for " not in caplog.text:
+                await asyncio.sleep(0.1)
     assert not rank.is_running()
 
 
