@@ -59,10 +59,15 @@ static std::vector<Lane> lanes;
 static ucontext_t scheduler;
 static int current, block[3], grid_x, block_threads;  // `current` counts the threads of a cluster
 alignas(1024) static u8 memories[CLUSTER][232448];
-#define shared_memory memories[current / block_threads]
+#if CLUSTER > 1
+#define OF_CLUSTER (current / block_threads)
+#else
+#define OF_CLUSTER 0
+#endif
+#define shared_memory memories[OF_CLUSTER]
 
-INLINE int thread_id() { return current % block_threads; }
-INLINE int block_x() { return block[0] + current / block_threads; }
+INLINE int thread_id() { return current - OF_CLUSTER * block_threads; }
+INLINE int block_x() { return block[0] + OF_CLUSTER; }
 INLINE int block_y() { return block[1]; }
 INLINE int block_z() { return block[2]; }
 INLINE int blocks_x() { return grid_x; }
@@ -85,7 +90,7 @@ template <int>
 INLINE void take_registers() {}
 template <int>
 INLINE void leave_registers() {}
-INLINE void block_barrier() { meet(block_counters[current / block_threads], block_threads); }
+INLINE void block_barrier() { meet(block_counters[OF_CLUSTER], block_threads); }
 // Threads that have ended are not waited for.
 INLINE void cluster_arrive() {}
 INLINE void cluster_wait() {
@@ -414,7 +419,7 @@ struct Phase {
   int all, arrived = 0, bytes = 0, completed = 0;
 };
 static std::map<u32, Phase> all_phases[CLUSTER];
-#define phases all_phases[current / block_threads]
+#define phases all_phases[OF_CLUSTER]
 static void end_phase(Phase& p) {
   if (p.arrived == p.all && p.bytes == 0) p.arrived = 0, p.completed++;
 }
