@@ -180,10 +180,10 @@ def _cut(entries: _Entries, capacity: EvenCapacity, min_part: int) -> _Pieces:
 
 def _one_each(tiles: Int64, share: int, blocks: int) -> Int64 | None:
     """Into how many equal parts each pair is cut, so that no block has two items.
-    None where there are too many pairs, or their lengths differ too much.
+    None where there are too many pairs, their lengths differ too much, or one has nothing to be cut.
     """
     most = share + _NEXT_ITEM
-    if not len(tiles) or len(tiles) > blocks or int(np.sum(-(-tiles // most))) > blocks:
+    if not len(tiles) or not tiles.all() or len(tiles) > blocks or int(np.sum(-(-tiles // most))) > blocks:
         return None
     while int(np.sum(-(-tiles // share))) > blocks:
         share += 1
