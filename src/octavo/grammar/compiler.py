@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.config.address_space import is_refusal
+from octavo.grammar.breadth import breadth
 from octavo.grammar.depth import depth_problem
-from octavo.grammar.effort import FULL, Effort, items_of_options
+from octavo.grammar.effort import FULL, Effort
 from octavo.grammar.library import llguidance, one_line
+from octavo.grammar.rules import schemas_in
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
@@ -237,7 +239,8 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
 
 def fresh_matcher(tokenizer: Any, source: str, effort: Effort = FULL) -> Any:
     """The engine's matcher for a grammar. To be called on a deep stack."""
-    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits(items_of_options(source)))
+    widest = 0 if effort.quick else max(map(breadth, schemas_in(source)), default=0)
+    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits(widest))
 
 
 def _found_no_memory(work: Future[Any]) -> bool:

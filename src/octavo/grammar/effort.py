@@ -7,15 +7,14 @@ ended; and so is what turns out to need more than a quick check may take, or to 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.grammar.breadth import MAX_OPTIONAL
 from octavo.grammar.divisors import Divisor, divisor_of, states
 from octavo.grammar.json_schema import NOTES, parts_of
 from octavo.grammar.library import llguidance
-from octavo.grammar.rules import parts_of as grammar_parts
 from octavo.protocol.params import StructuredOutputsParams
 
 MAX_GRAMMAR_SIZE = 100_000
@@ -23,13 +22,13 @@ MAX_GRAMMAR_SIZE = 100_000
 STEP_ITEMS = 10_000
 """Items of the parser that looking at the next token may add: what makes an ambiguous grammar slow (20 to 60 ms for so many). Every schema of
 the test suite, and every tool of real APIs, does with 2,000."""
-ITEMS_OF_OPTION = 300
-"""As many more for each property that may be left out: each is an entry of its own wherever a token ends the one before. So many are quick (2 ms
-for the masks of an object of 480)."""
-MOST_OPTIONS = 480
-"""Of all that are counted."""
-_FEW_CHARS = 2000
-"""A grammar of fewer has no need of more items."""
+STEP_ITEMS_OF_EACH = 1000
+"""More for each that may come next at one place of a JSON text: 310 are needed with vocabularies of 128,000 to 262,000 tokens. These take
+less time than those of ambiguous grammars: 5 to 15 ms for 480 properties, all of which may be left out."""
+ROW_ITEMS = 2000
+ROW_ITEMS_OF_EACH = 5
+"""The same for entries at one place of the text. Four are needed."""
+MAX_BREADTH = 2 * MAX_OPTIONAL
 
 
 class NeedsMore(Exception):
@@ -47,11 +46,17 @@ class Effort:
     lexer_states: int
     symbols: int
 
-    def limits(self, more_items: int = 0) -> Any:
+    def limits(self, breadth: int = 0) -> Any:
+        """
+        Args:
+            breadth: of the JSON schemas in the grammar, see `breadth`.
+        """
+        breadth = 0 if self.quick else min(breadth, MAX_BREADTH)
         return llguidance().LLParserLimits(
             initial_lexer_fuel=self.lexer_fuel,
             step_lexer_fuel=self.step_fuel,
-            step_max_items=self.items + more_items,
+            step_max_items=self.items + STEP_ITEMS_OF_EACH * breadth,
+            max_items_in_row=ROW_ITEMS + ROW_ITEMS_OF_EACH * breadth,
             max_lexer_states=self.lexer_states,
             max_grammar_size=self.symbols,
             verbose_errors=False,
@@ -152,23 +157,3 @@ def cheap_schema(schema: Any) -> bool:
 def _values(node: dict[str, Any], key: str) -> list[Any]:
     values = node.get(key)
     return values if isinstance(values, list) else []
-
-
-def items_of_options(source: str) -> int:
-    """How many more items a step of a grammar may take, for the properties in it that may be left out.
-
-    Args:
-        source: as the engine takes it.
-    """
-    if len(source) < _FEW_CHARS:
-        return 0
-    options = 0
-    for grammar in json.loads(source).get("grammars", ()) if source.lstrip().startswith("{") else ():
-        schemas = [grammar.get("json_schema")]
-        if isinstance(text := grammar.get("lark_grammar"), str):
-            schemas += [schema for _, schema in grammar_parts(text).schemas]
-        for _, node in (part for schema in schemas for part in parts_of(schema)):
-            properties, required = node.get("properties"), node.get("required")
-            if isinstance(properties, dict):
-                options += len(properties) - len(required if isinstance(required, list) else ())
-    return ITEMS_OF_OPTION * min(MOST_OPTIONS, max(0, options))

@@ -8,9 +8,12 @@ ends the engine's process.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-from typing import Any
+from typing import Any, cast
+
+from octavo.grammar.pointers import objects_in
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 EXACT = 2**53
@@ -106,6 +109,25 @@ def number_problem(node: dict[str, Any]) -> tuple[str, str] | None:
                 key,
                 f"{_short(node[key])} cannot be held; numbers are held up to {FARTHEST} (exclusive bounds below {EXACT}) and to {DIGITS} digits.",
             )
+    return None
+
+
+_MAY_BE_SMALLEST = re.compile(r"-\d{19}|-\d[\d.]*[eE]")
+
+
+def smallest(source: str, schemas: Callable[[str], Iterable[Any]]) -> int | float | None:
+    """A number with which the engine ends the process, wherever in a grammar it stands: a reference may lead to places where no schema is
+    looked for. None if there is none.
+
+    Args:
+        schemas: those in a grammar.
+    """
+    if _MAY_BE_SMALLEST.search(source) is None:
+        return None
+    for node in (node for schema in schemas(source) for node in objects_in(schema)):
+        for value in [*(number for _, number in listed(node)), *(node[key] for key in BOUNDS if is_number(node.get(key)))]:
+            if value < -FARTHEST:
+                return cast("int | float", value)
     return None
 
 

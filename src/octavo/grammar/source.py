@@ -17,8 +17,9 @@ from octavo.grammar.gbnf import in_lark, is_gbnf
 from octavo.grammar.json_schema import endless, failing_path, prepared
 from octavo.grammar.lark import choices, inline_json, json_options
 from octavo.grammar.library import llguidance, of_pattern, one_line
+from octavo.grammar.numbers import FARTHEST, smallest
 from octavo.grammar.pointers import Path, pointer
-from octavo.grammar.rules import in_gbnf, never_ends, parts_of, with_string_options
+from octavo.grammar.rules import in_gbnf, never_ends, parts_of, schemas_in, with_string_options
 from octavo.grammar.size import too_large
 from octavo.grammar.stack import on_deep_stack
 from octavo.grammar.structural_tag import structural_tag_grammar
@@ -225,6 +226,8 @@ def _checked_source(source: str, what: str, param: str, effort: Effort) -> str:
 
 def _problem(source: str, effort: Effort) -> str:
     """What there is to say against a grammar; "" when it is fine."""
+    if (number := smallest(source, schemas_in)) is not None:
+        return f"the number {number} in a JSON schema cannot be held; numbers are held from {-FARTHEST} on."
     problem = depth_problem(source) or _engine_problem(source, effort)
     if problem and effort.quick:
         raise NeedsMore

@@ -133,3 +133,30 @@ def test_the_smallest_numbers_end_no_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, json.dumps(schemas)], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "alive\n", (done.returncode, done.stderr[-500:])
+
+
+@pytest.mark.parametrize("number", [-(2**63), -(2**63) - 1, -9.3e18])
+def test_no_place_of_a_schema_ends_the_process(number: float) -> None:
+    """Where only a reference or an older draft looks for a schema too, and in grammars."""
+    wrong = {"const": number}
+    schemas: list[dict[str, Any]] = [{"$ref": f"#/{key}", key: {"enum": [number]}} for key in ("x", "default")]
+    schemas += [
+        {"$ref": "#/examples/0", "examples": [wrong]},
+        {"type": "array", "items": [wrong]},
+        {"items": [{}], "additionalItems": wrong},
+    ]
+    lark = [f"start: a\na: %json {json.dumps(schema)}" for schema in schemas]
+    tags = [{"type": "grammar", "grammar": text} for text in lark] + [{"type": "json_schema", "json_schema": schema} for schema in schemas]
+    wishes = [{"json": schema} for schema in schemas] + [{"grammar": text} for text in lark]
+    wishes += [{"structural_tag": json.dumps({"type": "structural_tag", "format": tag})} for tag in tags]
+    code = (
+        "import json, sys\n"
+        "from octavo.errors import InvalidRequest\n"
+        "from octavo.grammar.source import grammar_source\n"
+        "from octavo.protocol.params import StructuredOutputsParams\n"
+        "for wish in json.loads(sys.argv[1]):\n"
+        "    try: grammar_source(StructuredOutputsParams(**wish))\n"
+        "    except InvalidRequest: print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(wishes)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["refused"] * len(wishes), (done.returncode, done.stderr[-500:])
