@@ -16,9 +16,11 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from octavo.grammar.breadth import breadth
 from octavo.grammar.depth import depth_problem
 from octavo.grammar.effort import FULL, Effort
 from octavo.grammar.library import llguidance, one_line
+from octavo.grammar.rules import schemas_in
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
@@ -232,7 +234,8 @@ def engine_tokenizer(vocabulary: Vocabulary) -> Any:
 
 def fresh_matcher(tokenizer: Any, source: str, effort: Effort = FULL) -> Any:
     """The engine's matcher for a grammar. To be called on a deep stack."""
-    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits())
+    widest = 0 if effort.quick else max(map(breadth, schemas_in(source)), default=0)
+    return llguidance().LLMatcher(tokenizer, source, log_level=0, limits=effort.limits(widest))
 
 
 def _compile(tokenizer: Future[Any], source: str) -> Any:

@@ -43,6 +43,24 @@ def parts_of(text: str) -> Parts:
     return Parts("".join(rest), schemas)
 
 
+def schemas_in(source: str) -> list[Any]:
+    """The JSON schemas in a grammar as the engine takes it."""
+    if not source.lstrip().startswith("{"):
+        return [schema for _, schema in parts_of(source).schemas]
+    try:
+        document = json.loads(source)
+    except (ValueError, RecursionError):  # the engine will say so
+        return []
+    found: list[Any] = []
+    grammars = document.get("grammars")
+    for grammar in grammars if isinstance(grammars, list) else ():
+        if isinstance(grammar, dict) and grammar.get("json_schema") is not None:
+            found.append(grammar["json_schema"])
+        if isinstance(grammar, dict) and isinstance(text := grammar.get("lark_grammar"), str):
+            found += [schema for _, schema in parts_of(text).schemas]
+    return found
+
+
 def with_string_options(text: str) -> str:
     """A grammar whose schemas spell their strings as `unkept` has it, unless they have options of their own."""
     decoder, pieces, at = json.JSONDecoder(), [], 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from octavo.grammar.breadth import too_broad
 from octavo.grammar.divisors import too_many_states
 from octavo.grammar.json_schema import parts_of
 from octavo.grammar.pointers import Path
 
 MAX_PROPERTIES = 2000
 """Of one object."""
-MAX_OPTIONAL = 480
-"""Of those: the engine keeps four entries for each that may come next, of at most 2,000."""
 MAX_SQUARES = 2 * MAX_PROPERTIES**2
 """Of the properties of all objects, each squared."""
 MAX_ENUM_CONTAINERS = 10_000
@@ -27,12 +26,6 @@ def too_large(schema: Any) -> tuple[Path, str] | None:
         properties = node.get("properties")
         if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
             return path, f"it has {len(properties)} properties; at most {MAX_PROPERTIES} are allowed in one object."
-        optional = len(properties.keys() - set(_names(node.get("required")))) if isinstance(properties, dict) else 0
-        if optional > MAX_OPTIONAL:
-            return (
-                path,
-                f"{optional} of its properties may be left out; at most {MAX_OPTIONAL} can be in one object. Make more of them required.",
-            )
         if (choices := sum(isinstance(value, dict | list) for value in _listed(node.get("enum")))) > MAX_ENUM_CHOICES:
             return (*path, "enum"), f"it holds {choices} lists and objects; at most {MAX_ENUM_CHOICES} are allowed."
         squares += len(properties) ** 2 if isinstance(properties, dict) else 0
@@ -45,12 +38,8 @@ def too_large(schema: Any) -> tuple[Path, str] | None:
                 values += value.values() if isinstance(value, dict) else value
         if containers > MAX_ENUM_CONTAINERS:
             return path, f"the values of enum and const hold more than {MAX_ENUM_CONTAINERS} lists and objects."
-    return too_many_states(schema)
+    return too_broad(schema) or too_many_states(schema)
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _names(value: Any) -> list[str]:
-    return [name for name in _listed(value) if isinstance(name, str)]
