@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from octavo.grammar.numbers import loosened
 from octavo.grammar.overlap import Overlap
 from octavo.grammar.pointers import Path, followed, index_of
 
@@ -64,8 +65,8 @@ def prepared(schema: Any, *, closed: bool = False, lenient: bool = False) -> Any
 
     Args:
         closed: objects allow no properties but those they name, unless they say otherwise.
-        lenient: what no grammar can hold a text to is left out, where the engine would not do so: patterns that look around or back, and
-            numbers of properties that it cannot count.
+        lenient: what no grammar can hold a text to is left out, where the engine would not do so: patterns that look around or back,
+            numbers of properties that it cannot count, and numbers that it would round.
     """
     return _Copy(schema, closed, lenient).of(schema)
 
@@ -81,6 +82,8 @@ class _Copy:
             return [self.of(s) for s in schema]
         if not isinstance(schema, dict):
             return copy.deepcopy(schema)
+        if self._lenient:
+            schema = loosened(schema)
         result: dict[str, Any] = {}
         idle = _idle(schema) | (_uncounted(schema, closed=self._closed) if self._lenient else set())
         for key, value in schema.items():

@@ -30,6 +30,11 @@ _OTHER_WORDS = (
     ("too many expressions constructed", TOO_COMPLEX),
     ("Unable to determine if regex is empty", TOO_COMPLEX),
     (
+        "Failed to generate regex for",
+        "the range of this number is too large to be kept: with both of minimum and maximum, each may go up to 9223372036854775807, with one "
+        "of them up to 999999999999999999. Leave it out, or use a smaller one.",
+    ),
+    (
         "oneOf constraints are not supported",
         "the parts of this oneOf may overlap, and exactly one of them cannot be enforced. Parts are known to exclude one another by their "
         "types, const or enum values, ranges and lengths, and by a required property of which these differ. Or use anyOf.",

@@ -3,6 +3,7 @@
 * Free names (of `additionalProperties`, `patternProperties`) may be written twice in one object, where the last value counts. That is no harm
   to the value, whose schema is the same; but a count of properties is met in the text and not by the object that it means.
 * Beside names that a schema names, the engine takes a free one in any spelling: "\\u0061" would be "a" again, under another schema.
+* It holds numbers as doubles (see `numbers`).
 * A regular expression may end in a backslash that escapes nothing.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.grammar.json_schema import ALTERNATIVES, parts_of, subschemas
+from octavo.grammar.numbers import unkept_number
 from octavo.grammar.pointers import Path, followed
 
 ESCAPES = 'nrbtf\\"'
@@ -41,6 +43,8 @@ def unkept(schema: Any) -> tuple[Path, str] | None:
         for pattern in [node.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
             if isinstance(pattern, str) and (problem := pattern_problem(pattern)):
                 return path, f"{problem}."
+        if (number := unkept_number(node)) is not None:
+            return (*path, *number[0]), number[1]
     return _Counts(schema).problem()
 
 
