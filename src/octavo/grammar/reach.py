@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from octavo.grammar.compiler import fresh_matcher
+from octavo.grammar.compiler import engine_tokenizer, fresh_matcher
 from octavo.grammar.effort import FULL, Effort
-from octavo.grammar.lark import pattern_literal
+from octavo.grammar.lark import ANY_TEXT, pattern_literal
 from octavo.grammar.library import TOO_COMPLEX, llguidance
 from octavo.grammar.stack import on_deep_stack
 from octavo.protocol.engine import Vocabulary
@@ -90,6 +90,18 @@ def other_than_blanks(pattern: str) -> str:
     """The grammar of what a regular expression matches besides JSON's blanks."""
     text: str = llguidance().LLMatcher.grammar_from_lark(f"start: OTHER\nOTHER: {pattern_literal(pattern)} & ~/[ \\t\\n\\r]*/")
     return text
+
+
+def takes_all(expression: str) -> bool:
+    """Whether whatever an expression matches, and any text behind it on the same line, is again matched: then it never has to end.
+
+    Args:
+        expression: part of a terminal.
+    """
+    text = f"start: OTHER\nOTHER: (({expression}) /./) & ~({expression})\nTEXT: {ANY_TEXT}"
+    vocabulary = Vocabulary([*(bytes([i]) for i in range(256)), b""], [256], [256])
+    tokenizer = engine_tokenizer(vocabulary)
+    return emptiness(text, tokenizer, vocabulary).startswith("no text")
 
 
 def runs_dead(error: str) -> bool:

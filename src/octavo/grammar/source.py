@@ -68,7 +68,7 @@ def grammar_source(wish: StructuredOutputsParams, param: str = "structured_outpu
         return _grammar(_text(wish.grammar, "grammar", param), param, effort)
     if effort.quick:
         raise NeedsMore
-    text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param)
+    text, schemas = structural_tag_grammar(_document(wish.structural_tag, param), options, param, lambda source: _problem(source, FULL))
     what = f"{param}.structural_tag"
     for place, schema in schemas:
         if (bad := too_large(schema) or unkept(schema)) is not None:

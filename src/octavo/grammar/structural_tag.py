@@ -8,14 +8,17 @@ triggered_tags and tags_with_separator. A key that is not known is refused in al
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 from octavo.errors import InvalidRequest
 from octavo.grammar.gbnf import in_lark, is_gbnf
 from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import ANY_TEXT, inline_json, literal, pattern_literal
 from octavo.grammar.pointers import pointer
+from octavo.grammar.reach import takes_all
+from octavo.grammar.rules import in_gbnf, without_quotes
 from octavo.grammar.unkept import pattern_problem
 from octavo.grammar.xml_parameters import BLANKS, VALUE_END, NotInXml, parameters_of
 
@@ -36,43 +39,79 @@ KEYS: dict[str, tuple[str, ...]] = {
 """What each kind of format may hold besides its type."""
 IDLE: dict[str, tuple[Any, ...]] = {"excludes": ([], None), "style": ("json",)}
 """Keys of which only these values are taken: those that clients send when nobody set them."""
+MAX_PATH_CHARS = 120
+"""Of a path in a message: what is longer has its middle left out."""
 _OLDER_PLACE = re.compile(r"^structures\.tags\[(\d+)\]\.content\.json_schema")
 
 
-def structural_tag_grammar(document: dict[str, Any], options: dict[str, Any], param: str) -> tuple[str, list[tuple[str, Any]]]:
+def structural_tag_grammar(
+    document: dict[str, Any], options: dict[str, Any], param: str, problem_of: Callable[[str], str]
+) -> tuple[str, list[tuple[str, Any]]]:
     """The grammar of a structural tag in either spelling, and the JSON schemas in it, each with its place.
 
     Args:
         options: how JSON is to be written.
+        problem_of: what there is to say against a grammar; "" when it is fine.
 
     Raises:
-        InvalidRequest: a field is missing or of the wrong type; the message has its path.
+        InvalidRequest: a field is missing or of the wrong type, or a part would never end; the message has its path.
     """
-    writer = _Writer(options, param)
+    writer = _Writer(options, param, problem_of)
     if document.get("type", "structural_tag") != "structural_tag":
         writer.refuse("type", 'must be "structural_tag"')
     if "structures" in document:
-        root = writer.older(document)
+        parts = writer.older(document)
     elif "format" in document:
         writer.known(document, "$", ("type", "format"))
-        root = writer.format(document["format"], "format")
+        parts = writer.format(document["format"], "format")
     else:
         writer.refuse("$", 'needs "format" (or "structures" and "triggers")')
+    root = writer.rule_of(parts)
     return "\n".join([f"start: {root}", *writer.rules]), writer.schemas
 
 
-class _Writer:
-    """Collects rules; every method returns the name of one."""
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a text. What is not a rule is regular, and can be put together with its neighbours.
 
-    def __init__(self, options: dict[str, Any], param: str) -> None:
+    That matters because the engine reads the longest piece that it can: a text that may be anything, or letters before a letter, would
+    never end. Written as one expression with what follows they do.
+    """
+
+    kind: Literal["text", "end", "pattern", "free", "rule", "choice"]
+    """A fixed text (one of some), the same at the end of a tag, which is where it ends; a pattern; any text; a rule; one of `choices`."""
+    path: str
+    expression: str = ""
+    """As part of a terminal, or of a rule."""
+    choices: tuple[tuple[_Part, ...], ...] = ()
+
+    @property
+    def fixed(self) -> bool:
+        return self.kind in ("text", "end")
+
+    @property
+    def regular(self) -> bool:
+        return self.kind not in ("rule", "choice")
+
+
+_Parts = tuple[_Part, ...]
+
+
+class _Writer:
+    """Collects rules."""
+
+    def __init__(self, options: dict[str, Any], param: str, problem_of: Callable[[str], str]) -> None:
         self._options = options
         self._param = param
+        self._problem_of = problem_of
         self._depth = 0
         self.schemas: list[tuple[str, Any]] = []
         self.rules: list[str] = [f"TEXT: {ANY_TEXT}"]
 
     def refuse(self, path: str, why: str) -> NoReturn:
-        raise InvalidRequest(f"{self._param}.structural_tag: at {path}: {why}.", param=self._param)
+        if len(path) > MAX_PATH_CHARS:
+            path = f"{path[: MAX_PATH_CHARS // 2]} ... {path[-MAX_PATH_CHARS // 2 :]}"
+        raise InvalidRequest(f"{self._param}.structural_tag: at {path}: {why.removesuffix('.')}.", param=self._param)
 
     def known(self, node: dict[str, Any], path: str, keys: tuple[str, ...]) -> None:
         """Refuse a key that says something nobody would heed."""
@@ -85,7 +124,7 @@ class _Writer:
             if key in ("at_least_one", "stop_after_first") and not isinstance(value, bool):
                 self.refuse(place, "must be true or false")
 
-    def older(self, document: dict[str, Any]) -> str:
+    def older(self, document: dict[str, Any]) -> _Parts:
         self.known(document, "$", ("type", "structures", "triggers"))
         structures, triggers = document.get("structures"), document.get("triggers")
         if not isinstance(structures, list) or not structures or not all(isinstance(s, dict) for s in structures):
@@ -98,8 +137,8 @@ class _Writer:
         ]
         return self.triggered({"triggers": triggers, "tags": tags}, "structures")
 
-    def format(self, node: Any, path: str) -> str:
-        kinds: dict[str, Callable[[dict[str, Any], str], str]] = {
+    def format(self, node: Any, path: str) -> _Parts:
+        kinds: dict[str, Callable[[dict[str, Any], str], _Parts]] = {
             "const_string": self.const_string,
             "json_schema": self.json_schema,
             "qwen_xml_parameter": self.xml_parameters,
@@ -118,21 +157,21 @@ class _Writer:
         if self._depth > MAX_DEPTH:
             self.refuse(path, f"nested more than {MAX_DEPTH} levels deep")
         self.known(node, path, ("type", *KEYS[node["type"]]))
-        name = kinds[node["type"]](node, path)
+        parts = kinds[node["type"]](node, path)
         self._depth -= 1
-        return name
+        return parts
 
-    def const_string(self, node: dict[str, Any], path: str) -> str:
-        return self._rule(literal(self._string(node, ("value", "text"), path)))
+    def const_string(self, node: dict[str, Any], path: str) -> _Parts:
+        return (_Part("text", path, literal(self._string(node, ("value", "text"), path))),)
 
-    def json_schema(self, node: dict[str, Any], path: str) -> str:
+    def json_schema(self, node: dict[str, Any], path: str) -> _Parts:
         schema = node.get("json_schema")
         if not isinstance(schema, dict | bool):
             self.refuse(f"{path}.json_schema", "must be a JSON schema")
         self.schemas.append((_OLDER_PLACE.sub(r"structures[\1].schema", f"{path}.json_schema"), schema))
-        return self._rule(inline_json(prepared(schema), self._options))
+        return self._as_rule(inline_json(prepared(schema), self._options), path)
 
-    def xml_parameters(self, node: dict[str, Any], path: str) -> str:
+    def xml_parameters(self, node: dict[str, Any], path: str) -> _Parts:
         """<parameter=name>value</parameter> for each property, in the order of the schema. Texts stand as they are, up to the closing tag."""
         schema = node.get("json_schema")
         place = f"{path}.json_schema"
@@ -153,38 +192,49 @@ class _Writer:
                 value = f"until_{len(self.rules)}"
                 self.rules.append(f"{value}[lazy]: TEXT {literal(VALUE_END)}")
             parts.append(f"({opening} {value} {blanks})" + ("" if parameter.required else "?"))
-        return self._rule(" ".join(parts))
+        return self._as_rule(" ".join(parts), path)
 
-    def any_text(self, node: dict[str, Any], path: str) -> str:
-        return self._rule("TEXT")
+    def any_text(self, node: dict[str, Any], path: str) -> _Parts:
+        return (_Part("free", path, "TEXT"),)
 
-    def regex(self, node: dict[str, Any], path: str) -> str:
+    def regex(self, node: dict[str, Any], path: str) -> _Parts:
         pattern = self._string(node, ("pattern",), path)
-        if problem := pattern_problem(pattern):
-            self.refuse(f"{path}.pattern", problem)
-        name = f"R{len(self.rules)}"
-        self.rules.append(f"{name}: {pattern_literal(pattern)}")
-        return self._rule(name)
+        expression = pattern_literal(pattern)
+        if problem := pattern_problem(pattern) or self._problem_of(f"start: {expression}"):
+            self.refuse(f"{path}.pattern", without_quotes(problem))
+        return (_Part("pattern", path, expression),)
 
-    def grammar(self, node: dict[str, Any], path: str) -> str:
-        text = self._string(node, ("grammar",), path)
+    def grammar(self, node: dict[str, Any], path: str) -> _Parts:
+        given = text = self._string(node, ("grammar",), path)
         if is_gbnf(text):
             text = in_lark(text, f"{self._param}.structural_tag: at {path}.grammar", self._param)
-        return self._rule(f"%lark {{\n{text}\n}}")
+        if problem := self._problem_of(text):
+            self.refuse(f"{path}.grammar", problem if text is given else in_gbnf(problem, given, text))
+        return self._as_rule(f"%lark {{\n{text}\n}}", path)
 
-    def sequence(self, node: dict[str, Any], path: str) -> str:
-        parts = self._list(node, "elements", path)
-        return self._rule(" ".join(self.format(part, f"{path}.elements[{i}]") for i, part in enumerate(parts)))
+    def sequence(self, node: dict[str, Any], path: str) -> _Parts:
+        elements = self._list(node, "elements", path)
+        return tuple(part for i, element in enumerate(elements) for part in self.format(element, f"{path}.elements[{i}]"))
 
-    def alternatives(self, node: dict[str, Any], path: str) -> str:
-        parts = self._list(node, "elements", path)
-        return self._rule(" | ".join(self.format(part, f"{path}.elements[{i}]") for i, part in enumerate(parts)))
+    def alternatives(self, node: dict[str, Any], path: str) -> _Parts:
+        ways = [self.format(element, f"{path}.elements[{i}]") for i, element in enumerate(self._list(node, "elements", path))]
+        return (self._one_of(ways, path),)
 
-    def tag(self, node: dict[str, Any], path: str) -> str:
+    def _one_of(self, ways: Sequence[_Parts], path: str) -> _Part:
+        parts = [part for way in ways for part in way]
+        if not all(part.regular and part.kind != "end" for part in parts):
+            return _Part("choice", path, choices=tuple(ways))
+        expression = f"({' | '.join(_joined(way) for way in ways)})"
+        if all(part.kind == "text" for part in parts):
+            return _Part("text", path, expression)
+        free = next((way[-1] for way in ways if way[-1].kind == "free"), None)
+        return _Part("pattern", path, expression) if free is None else _Part("free", free.path, expression)
+
+    def tag(self, node: dict[str, Any], path: str) -> _Parts:
         begin = self._string(node, ("begin",), path)
         return self._tag_after(node, begin, path)
 
-    def _tag_after(self, node: dict[str, Any], begin: str, path: str) -> str:
+    def _tag_after(self, node: dict[str, Any], begin: str, path: str) -> _Parts:
         """A tag of whose beginning only `begin` is left."""
         if node.get("type", "tag") != "tag":
             self.refuse(f"{path}.type", 'must be "tag"')
@@ -193,22 +243,21 @@ class _Writer:
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
             self.refuse(f"{path}.end", "must be a string, or a list of strings")
-        content = node.get("content")
-        if isinstance(content, dict) and content.get("type") == "any_text":
-            self.known(content, f"{path}.content", ("type", *KEYS["any_text"]))
-            # The text goes up to the end, not past it.
-            name = f"until_{len(self.rules)}"
-            self.rules.append(f"{name}[lazy]: {' | '.join(f'TEXT {literal(end)}' for end in ends) if any(ends) else 'TEXT'}")
-            return self._rule(f"{literal(begin)} {name}")
-        inner = self.format(content, f"{path}.content")
+        beginning: _Parts = (_Part("text", path, literal(begin)),) if begin else ()
+        content = self.format(node.get("content"), f"{path}.content")
+        if not any(ends):
+            return (*beginning, *content)
         closing = " | ".join(literal(end) or '""' for end in ends)
-        return self._rule(f"{literal(begin)} {inner} ({closing})" if any(ends) else f"{literal(begin)} {inner}")
+        if all(ends):
+            return (*beginning, *content, _Part("end", f"{path}.end", closing if len(ends) == 1 else f"({closing})"))
+        # Without its end a text that may be anything is one with any end.
+        return (*beginning, *content) if content[-1].kind == "free" else (*beginning, *content, *self._as_rule(closing, path))
 
-    def triggered(self, node: dict[str, Any], path: str) -> str:
+    def triggered(self, node: dict[str, Any], path: str) -> _Parts:
         triggers, tags = node.get("triggers"), self._list(node, "tags", path)
         if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
             self.refuse(f"{path}.triggers", "must be a non-empty list of non-empty strings")
-        started = []
+        started: list[_Parts] = []
         for trigger in triggers:
             bodies = []
             for i, tag in enumerate(tags):
@@ -218,23 +267,78 @@ class _Writer:
             if bodies:
                 name = f"trigger_{len(self.rules)}"
                 self.rules.append(f"{name}[lazy]: TEXT {literal(trigger)}")
-                started.append(self._rule(f"{name} ({' | '.join(bodies)})"))
+                started.append((_Part("rule", path, name), _Part("choice", path, choices=tuple(bodies))))
         for i, tag in enumerate(tags):
             if not any(tag["begin"].startswith(trigger) for trigger in triggers):
                 self.refuse(f"{path}.tags[{i}].begin", "starts with none of the triggers")
-        repeat = "+" if node.get("at_least_one") else "*"
+        no_tag: _Parts = (_Part("free", path, "TEXT"),)
         if node.get("stop_after_first"):
-            repeat = "" if node.get("at_least_one") else "?"
-            return self._rule(f"({' | '.join(started)}){repeat}")
-        return self._rule(f"({' | '.join(started)}){repeat} TEXT")
+            return (_Part("choice", path, choices=(*started, *(() if node.get("at_least_one") else (no_tag,)))),)
+        one = self.rule_of((_Part("choice", path, choices=tuple(started)),), f"the text behind the tags of {path}")
+        return (_Part("rule", path, f"{one}{'+' if node.get('at_least_one') else '*'}"), *no_tag)
 
-    def separated(self, node: dict[str, Any], path: str) -> str:
+    def separated(self, node: dict[str, Any], path: str) -> _Parts:
         tags = self._list(node, "tags", path)
-        names = [self.tag(tag, f"{path}.tags[{i}]") for i, tag in enumerate(tags)]
-        one = self._rule(" | ".join(names))
-        separator = literal(self._string(node, ("separator",), path, empty=True))
-        body = one if node.get("stop_after_first") else f"{one} ({separator} {one})*"
-        return self._rule(body if node.get("at_least_one") else f"({body})?")
+        ways = [self.tag(tag, f"{path}.tags[{i}]") for i, tag in enumerate(tags)]
+        given = self._string(node, ("separator",), path, empty=True)
+        if not node.get("stop_after_first"):
+            one = self.rule_of((_Part("choice", path, choices=tuple(ways)),), f"{path}.separator")
+            ways = [self._as_rule(f"{one} ({literal(given)} {one})*", path)]
+        return (_Part("choice", path, choices=(*ways, *(() if node.get("at_least_one") else ((),)))),)
+
+    # Parts as rules
+
+    def rule_of(self, parts: _Parts, before: str = "") -> str:
+        """The name of a rule for parts one after the other.
+
+        Args:
+            before: what comes behind them, if anything does.
+        """
+        return self._rule(" ".join(self._pieces(parts, before)) or '""')
+
+    def _pieces(self, parts: _Parts, before: str) -> Iterator[str]:
+        chunk: list[_Part] = []
+        for i, part in enumerate(parts):
+            after = parts[i + 1].path if i + 1 < len(parts) else before
+            if part.regular:
+                chunk.append(part)
+                if part.kind == "end" and not all(one.fixed for one in chunk):
+                    yield self._named(chunk, lazy=True)  # up to the end of the tag, not past it
+                    chunk = []
+                continue
+            if chunk:
+                yield self._regular(chunk, part.path)
+                chunk = []
+            yield self.rule_of_choice(part, after) if part.kind == "choice" else part.expression
+        if chunk:
+            yield self._regular(chunk, before)
+
+    def rule_of_choice(self, part: _Part, before: str) -> str:
+        return self._rule(" | ".join(" ".join(self._pieces(way, before)) or '""' for way in part.choices))
+
+    def _regular(self, chunk: list[_Part], before: str) -> str:
+        """Regular parts up to something else, or to the end of all."""
+        last = chunk[-1]
+        if all(part.fixed for part in chunk):
+            return " ".join(part.expression for part in chunk)
+        if before and last.kind == "free":
+            self.refuse(
+                last.path,
+                f"any text may stand here, so that what follows ({before}) would never begin. Put a const_string between the two, or give "
+                "the tag an end",
+            )
+        if before and last.kind == "pattern" and takes_all(_joined(chunk)):
+            self.refuse(last.path, f"the pattern may go on with anything, so that what follows ({before}) would never begin")
+        return self._named(chunk, lazy=bool(before) and last.fixed)
+
+    def _named(self, chunk: list[_Part], *, lazy: bool) -> str:
+        """One expression of its own: it ends as soon as it can, or else as late as it can."""
+        name = f"until_{len(self.rules)}" if lazy else f"TEXT_{len(self.rules)}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {_joined(chunk)}")
+        return name
+
+    def _as_rule(self, body: str, path: str) -> _Parts:
+        return (_Part("rule", path, self._rule(body)),)
 
     def _rule(self, body: str) -> str:
         name = f"part_{len(self.rules)}"
@@ -253,3 +357,8 @@ class _Writer:
         if not isinstance(value, list) or not value:
             self.refuse(f"{path}.{name}", "must be a non-empty list")
         return value
+
+
+def _joined(parts: Sequence[_Part]) -> str:
+    """As one expression."""
+    return " ".join(part.expression for part in parts)

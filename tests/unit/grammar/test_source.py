@@ -152,7 +152,7 @@ def test_a_schema_in_a_structural_tag_is_named() -> None:
     fine = {"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}
     older = {"structures": [fine, {"begin": "<g>", "schema": bad, "end": "</g>"}], "triggers": ["<f", "<g"]}
     assert "structural_tag: structures[1].schema: the JSON schema cannot be used: at $.properties.a:" in refusal(structural_tag=older)
-    newer = {"format": {"type": "sequence", "elements": [{"type": "any_text"}, {"type": "json_schema", "json_schema": bad}]}}
+    newer = {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "x+"}, {"type": "json_schema", "json_schema": bad}]}}
     assert "structural_tag: format.elements[1].json_schema: the JSON schema cannot be used: at $.properties.a:" in refusal(
         structural_tag=newer
     )
@@ -264,9 +264,9 @@ def test_a_structural_tag_says_nothing_that_is_not_heeded(tag: dict[str, Any], p
 
 def test_keys_of_structural_tags_that_clients_send_unset_are_fine() -> None:
     elements: list[Any] = [
-        {"type": "any_text", "excludes": []},
         {"type": "json_schema", "json_schema": {"type": "null"}, "style": "json"},
         {"type": "tag", **TAG, "content": {"type": "any_text", "excludes": []}},
+        {"type": "any_text", "excludes": []},
     ]
     assert grammar_source(
         StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
