@@ -257,11 +257,10 @@ class InputProcessor:
         limit = self._model.max_logprobs
         if value is None or limit == -1:
             return
-        if value == -1:
-            value = self._model.vocab_size
-        if value > limit:
+        if (self._model.vocab_size if value == -1 else value) > limit:
+            what = f"{name}=-1 (all of them)" if value == -1 else f"{name}={value}"
             raise InvalidRequest(
-                f"{name}={value} is more than this server gives ({limit}). Ask for fewer, or start it with a higher --max-logprobs.",
+                f"{what} is more than this server gives ({limit}). Ask for fewer, or start it with a higher --max-logprobs.",
                 param=name,
             )
 

@@ -22,6 +22,8 @@ MAX_GROUPS = 20_000
 _DIGITS = 15
 """Of a divisor, from which on the engine refuses it by itself."""
 
+_WORD = 2**32
+
 Divisor = tuple[int, int]
 """Its digits as a number, without the zeros at its end, and how many these are (0 where there is a decimal point behind them)."""
 
@@ -49,7 +51,9 @@ def too_many_states(schema: Any) -> tuple[Path, str] | None:
         return None
     total, counted = 0, set[frozenset[Divisor]]()
     for path, values in _values(schema):
-        found = frozenset(divisor_of(part["multipleOf"]) for part in values if "multipleOf" in part)
+        found = frozenset(divisor_of(part["multipleOf"]) for _, part in values if "multipleOf" in part)
+        if len(found) > 1 and (place := _overflows(values)) is not None:
+            return place, "this multipleOf and another of the same value are too large to be kept together. Use the larger one's multiple."
         if not found or found in counted:
             continue
         counted.add(found)
@@ -66,7 +70,25 @@ def too_many_states(schema: Any) -> tuple[Path, str] | None:
     return None
 
 
-def _values(schema: Any) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+def _overflows(values: list[tuple[Path, dict[str, Any]]]) -> Path | None:
+    """Where the engine, which works out the least common multiple in 32 bits, would come to another one."""
+    given = [(path, Decimal(repr(part["multipleOf"]))) for path, part in values if divisor_of(part.get("multipleOf")) != (1, 0)]
+    for path, _ in given:
+        together = [number for other, number in given if not _alternatives(path, other)]
+        scale = min((min(0, int(number.normalize().as_tuple().exponent)) for number in together), default=0)
+        whole = [int(number.scaleb(-scale)) for number in together]
+        if len(set(whole)) > 1 and math.lcm(*whole) * max(whole) >= _WORD:
+            return path
+    return None
+
+
+def _alternatives(one: Path, other: Path) -> bool:
+    """Two schemas of one value of which only one must match."""
+    at = next((i for i, steps in enumerate(zip(one, other, strict=False)) if steps[0] != steps[1]), 0)
+    return at > 0 and one[at - 1] in ("anyOf", "oneOf") and isinstance(one[at], int)
+
+
+def _values(schema: Any) -> Iterator[tuple[Path, list[tuple[Path, dict[str, Any]]]]]:
     """Every value that a text may have, as far as the schema names it: the path of the first of the schemas that speak of it, and all."""
     todo: list[tuple[Path, list[Any]]] = [((), [schema])]
     seen: set[frozenset[int]] = set()
@@ -77,7 +99,7 @@ def _values(schema: Any) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
         if not parts or key in seen:
             continue
         seen.add(key)
-        yield next((place for place, part in parts if "multipleOf" in part), path), [part for _, part in parts]
+        yield next((place for place, part in parts if "multipleOf" in part), path), parts
         todo += _inside(parts)
 
 

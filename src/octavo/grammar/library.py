@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from octavo.errors import NotYet
@@ -34,6 +35,10 @@ _OTHER_WORDS = (
         "the range of this number is too large to be kept: with both of minimum and maximum, each may go up to 9223372036854775807, with one "
         "of them up to 999999999999999999. Leave it out, or use a smaller one.",
     ),
+    ("is greater than number of properties", "no object can match it: minProperties asks for more properties than it can have."),
+    ("required > maxProperties", "no object can match it: it requires more properties than maxProperties allows."),
+    ("anyOf is empty", "nothing can match it: its list of values or alternatives is empty."),
+    ("invalid multiple of", "multipleOf must be above 0."),
     (
         "oneOf constraints are not supported",
         "the parts of this oneOf may overlap, and exactly one of them cannot be enforced. Parts are known to exclude one another by their "
@@ -41,6 +46,7 @@ _OTHER_WORDS = (
     ),
 )
 """What the engine says about its inside, or about options that no request has."""
+_NO_NUMBER = re.compile(r"Expected f64 for '(\w+)'")
 
 
 def one_line(message: str) -> str:
@@ -48,4 +54,5 @@ def one_line(message: str) -> str:
     for theirs, ours in _OTHER_WORDS:
         if theirs in message:
             return ours
+    message = _NO_NUMBER.sub(r"\1 must be a number", message)
     return " ".join(message.partition("<state>")[0].replace("<non-verbose/>", "").split())[:400]

@@ -92,15 +92,20 @@ def other_than_blanks(pattern: str) -> str:
     return text
 
 
-def takes_all(expression: str) -> bool:
-    """Whether whatever an expression matches, and any text behind it on the same line, is again matched: then it never has to end.
+def takes_all(expression: str, following: str = "") -> bool:
+    """Whether whatever an expression matches, with a character behind it that the following text may begin with, is again matched: then it
+    never has to end, and the engine, which reads as much as it can, will not let it.
 
     Args:
         expression: part of a terminal.
+        following: a grammar; without it, it may begin with anything on the same line.
     """
-    text = f"start: OTHER\nOTHER: (({expression}) /./) & ~({expression})\nTEXT: {ANY_TEXT}"
     vocabulary = Vocabulary([*(bytes([i]) for i in range(256)), b""], [256], [256])
     tokenizer = engine_tokenizer(vocabulary)
+    first = np.unpackbits(np.frombuffer(first_tokens(following, tokenizer, vocabulary), np.uint8), bitorder="little") if following else ()
+    characters = "".join(f"\\x{byte:02x}" for byte in np.flatnonzero(first).tolist() if byte < 128)
+    behind = f"[{characters}]" if characters else "."
+    text = f"start: OTHER\nOTHER: (({expression}) /{behind}/) & ~({expression})\nTEXT: {ANY_TEXT}"
     return emptiness(text, tokenizer, vocabulary).startswith("no text")
 
 

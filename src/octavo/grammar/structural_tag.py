@@ -299,25 +299,31 @@ class _Writer:
     def _pieces(self, parts: _Parts, before: str) -> Iterator[str]:
         chunk: list[_Part] = []
         for i, part in enumerate(parts):
-            after = parts[i + 1].path if i + 1 < len(parts) else before
             if part.regular:
                 chunk.append(part)
                 if part.kind == "end" and not all(one.fixed for one in chunk):
                     yield self._named(chunk, lazy=True)  # up to the end of the tag, not past it
                     chunk = []
                 continue
+            after = parts[i + 1].path if i + 1 < len(parts) else before
+            rule = self.rule_of_choice(part, after) if part.kind == "choice" else part.expression
             if chunk:
-                yield self._regular(chunk, part.path)
+                yield self._regular(chunk, part.path, rule)
                 chunk = []
-            yield self.rule_of_choice(part, after) if part.kind == "choice" else part.expression
+            yield rule
         if chunk:
             yield self._regular(chunk, before)
 
     def rule_of_choice(self, part: _Part, before: str) -> str:
         return self._rule(" | ".join(" ".join(self._pieces(way, before)) or '""' for way in part.choices))
 
-    def _regular(self, chunk: list[_Part], before: str) -> str:
-        """Regular parts up to something else, or to the end of all."""
+    def _regular(self, chunk: list[_Part], before: str, rule: str = "") -> str:
+        """Regular parts up to something else, or to the end of all.
+
+        Args:
+            before: where what follows is, if anything does.
+            rule: what follows, if it is known.
+        """
         last = chunk[-1]
         if all(part.fixed for part in chunk):
             return " ".join(part.expression for part in chunk)
@@ -327,8 +333,8 @@ class _Writer:
                 f"any text may stand here, so that what follows ({before}) would never begin. Put a const_string between the two, or give "
                 "the tag an end",
             )
-        if before and last.kind == "pattern" and takes_all(_joined(chunk)):
-            self.refuse(last.path, f"the pattern may go on with anything, so that what follows ({before}) would never begin")
+        if before and last.kind == "pattern" and takes_all(_joined(chunk), "\n".join([f"start: {rule}", *self.rules]) if rule else ""):
+            self.refuse(last.path, f"the pattern takes what follows ({before}) for more of its own, so that it would never begin")
         return self._named(chunk, lazy=bool(before) and last.fixed)
 
     def _named(self, chunk: list[_Part], *, lazy: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from typing import Any
 
@@ -134,3 +135,40 @@ def test_a_bound_is_where_it_is_or_refused(kind: str, key: str, bound: float) ->
             "exclusiveMaximum": number < bound,
         }[key]
         assert matches(source, str(number)) == within
+
+
+@pytest.mark.parametrize(("one", "other"), [(240_000, 120_000), (99_999, 66_666), (0.5, 240_000), (1.5, 60), (0.01, 86_400), (12, 18)])
+def test_two_divisors_of_one_value_are_kept_or_refused(one: float, other: float) -> None:
+    """The engine works out what both divide in 32 bits."""
+    scale = 1000
+    both = math.lcm(round(one * scale), round(other * scale)) // scale
+    try:
+        source = source_of({"allOf": [{"type": "number", "multipleOf": one}, {"multipleOf": other}]})
+    except InvalidRequest as refused:
+        assert max(one, other) > 60_000
+        assert "at $.allOf[" in str(refused)
+        return
+    assert [matches(source, str(number)) for number in (both, 3 * both, both + 1, both // 2)] == [True, True, False, False]
+
+
+def test_divisors_of_alternatives_do_not_count_together() -> None:
+    source = source_of({"anyOf": [{"type": "integer", "multipleOf": 100_000}, {"type": "integer", "multipleOf": 60_000}]})
+    assert matches(source, "60000")
+    assert not matches(source, "90000")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": False, "minProperties": 2},
+            "asks for more",
+        ),
+        ({"type": "number", "minimum": "x"}, "minimum must be a number"),
+        ({"type": "number", "multipleOf": 0}, "multipleOf must be above 0"),
+        ({"enum": []}, "its list of values or alternatives is empty"),
+    ],
+)
+def test_what_the_engine_says_of_a_wrong_schema_is_put_into_words(schema: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        source_of(schema)

@@ -99,8 +99,10 @@ def test_parts_end_where_the_next_begin(form: dict[str, Any], right: list[str], 
         (sequence(const("x"), sequence(NUMBER, ANY), triggered(tag(ANY))), "format.elements[1].elements[1]: any text"),
         (sequence(either(NUMBER, ANY), const("X")), "format.elements[0].elements[1]: any text"),
         (tag(either(ANY, OBJECT)), "format.content.elements[0]: any text may stand here, so that what follows (format.end)"),
-        (sequence(regex(".*"), NUMBER), "format.elements[0]: the pattern may go on with anything"),
-        (sequence(regex("a.*"), const("b"), regex("[^;]*"), OBJECT), ""),
+        (sequence(regex(".*"), NUMBER), "format.elements[0]: the pattern takes what follows (format.elements[1]) for more"),
+        (sequence(regex("a.*"), const("b"), regex("[^;]*"), OBJECT), "format.elements[2]: the pattern takes"),
+        (sequence(regex("[^<]+"), NUMBER), "format.elements[0]: the pattern takes what follows (format.elements[1])"),
+        (sequence(regex("[a-z0-9-]*"), either(NUMBER, tag(NUMBER, "7"))), "format.elements[0]: the pattern takes"),
         (sequence(tag(ANY, end=""), OBJECT), "format.elements[0].content: any text"),
         (triggered(tag(ANY, end="")), "format.tags[0].content: any text may stand here"),
         (separated(tag(ANY, end="")), "format.tags[0].content: any text may stand here, so that what follows (format.separator)"),
@@ -108,9 +110,6 @@ def test_parts_end_where_the_next_begin(form: dict[str, Any], right: list[str], 
     ],
 )
 def test_parts_that_would_never_end_are_refused(form: dict[str, Any], place: str) -> None:
-    if not place:
-        source_of(form)
-        return
     with pytest.raises(InvalidRequest) as refused:
         source_of(form)
     assert f"structural_tag: at {place}" in str(refused.value)

@@ -38,7 +38,8 @@ def _top_logprobs(ctx: ServerContext, body: ChatRequest) -> int | None:
         if top < -1:
             raise InvalidRequest(f"top_logprobs must be non-negative, or -1 for all, got {top}.", param="top_logprobs")
         if limit != -1 and (top > limit or top == -1):
-            raise InvalidRequest(f"top_logprobs={top} is more than this server gives ({limit}, see --max-logprobs).", param="top_logprobs")
+            what = "top_logprobs=-1 (all of them)" if top == -1 else f"top_logprobs={top}"
+            raise InvalidRequest(f"{what} is more than this server gives ({limit}, see --max-logprobs).", param="top_logprobs")
     return (top or 0) if body.logprobs else None
 
 
