@@ -109,7 +109,8 @@ class _Breadths:
     def _together(self, node: dict[str, Any], demanded: Names) -> Breadth:
         properties = node.get("properties")
         kinds = node.get("type", "object")
-        own = len(properties.keys() - demanded) if isinstance(properties, dict) and ("object" in kinds if kinds else False) else 0
+        may_be = "object" in kinds if isinstance(kinds, str | list) else True
+        own = len(properties.keys() - demanded) if may_be and isinstance(properties, dict) else 0
         result = Breadth(1, own)
         for part in self._parts(node):
             result = _both(result, self.of(part, demanded))

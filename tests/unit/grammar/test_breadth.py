@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.grammar.breadth import MAX_OPTIONAL, breadth
+from octavo.grammar.breadth import MAX_OPTIONAL, breadth, too_broad
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.source import grammar_source
 from octavo.protocol.engine import Vocabulary
@@ -93,3 +93,11 @@ def test_properties_required_elsewhere_are_none_that_may_be_left_out() -> None:
 def test_references_in_circles_end() -> None:
     node: dict[str, Any] = {"$ref": "#/$defs/a"}
     assert breadth({"anyOf": [node, {"type": "null"}], "$defs": {"a": {"anyOf": [node, {"properties": {"next": node}}]}}}) >= 2
+
+
+def test_what_is_no_schema_is_counted_all_the_same() -> None:
+    odd: list[Any] = [True, 3, None, [], "x", {"type": True}, {"type": 3, "properties": []}, {"required": 3, "properties": {"a": 1}}]
+    odd += [{"anyOf": 3}, {"anyOf": [3, None]}, {"allOf": {}}, {"$ref": 3}, {"enum": 3}, {"enum": [3, {}]}, {"required": [3]}]
+    for schema in odd:
+        assert breadth(schema) <= 3
+        assert too_broad(schema) is None
