@@ -25,7 +25,7 @@ _COEFFICIENTS = 2**32
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _VALUES = ("const", "enum")
 
-_TOO_FINE = "has more digits than a double holds (15 are always fine, and whole numbers up to 9007199254740992)"
+_TOO_FINE = "has more digits than can be kept exactly (15 always can, and whole numbers up to 9007199254740992)"
 
 
 def unkept_number(node: dict[str, Any]) -> tuple[Path, str] | None:
@@ -39,7 +39,7 @@ def unkept_number(node: dict[str, Any]) -> tuple[Path, str] | None:
         if problem := _bound_problem(key, node.get(key)):
             return (key,), problem
     if not _divides_exactly(node.get("multipleOf")):
-        return ("multipleOf",), f"{_shown(node['multipleOf'])} {_TOO_FINE}, and cannot be kept exactly. Use a rounder number."
+        return ("multipleOf",), f"{_shown(node['multipleOf'])} {_TOO_FINE}. Use a rounder number."
     return None
 
 
@@ -103,7 +103,7 @@ def _bound_problem(key: str, value: Any) -> str:
     else:
         exact = _read_exactly(value) if isinstance(value, float) else _is_double(value) and Decimal(repr(float(value))) == value
     if not exact:
-        return f"{_shown(value)} {_TOO_FINE}, and cannot be kept exactly. Use a rounder number."
+        return f"{_shown(value)} {_TOO_FINE}. Use a rounder number."
     if key.startswith("exclusive") and abs(value) >= EXACT:
         return f"{_shown(value)} is too large for a bound that is excluded: up to {EXACT - 1}. Use {key[9:].lower()} instead."
     return ""
