@@ -30,7 +30,18 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 """Lists of schemas that speak of the same value as the schema they are in."""
 _LISTS = (*ALTERNATIVES, "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "unevaluatedProperties")
+_SINGLE = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+    "unevaluatedProperties",
+)
 
 
 def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
@@ -46,8 +57,11 @@ def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
             for i, value in enumerate(inner):
                 yield (key, i), value
     for key in _SINGLE:
-        if key in schema:
-            yield (key,), schema[key]
+        if isinstance(inner := schema.get(key), list):  # of `items`, in older drafts
+            for i, value in enumerate(inner):
+                yield (key, i), value
+        elif key in schema:
+            yield (key,), inner
 
 
 def parts_of(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:

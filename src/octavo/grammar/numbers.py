@@ -43,6 +43,13 @@ def unkept_number(node: dict[str, Any]) -> tuple[Path, str] | None:
     return None
 
 
+def ends_the_process(node: dict[str, Any]) -> bool:
+    """A schema, if this is one, has a whole number that the engine would negate without end, until its stack is full."""
+    numbers = [number for key in _VALUES for _, number in _numbers(node.get(key), ())]
+    numbers += [node[key] for key in BOUNDS if isinstance(node.get(key), int | float)]
+    return any(number < -MAX_BOUND for number in numbers)
+
+
 def loosened(node: dict[str, Any]) -> dict[str, Any]:
     """A schema, by itself, that says what can be kept of what it says."""
     result: dict[str, Any] = {}

@@ -18,8 +18,9 @@ from octavo.grammar.json_schema import prepared
 from octavo.grammar.lark import ANY_TEXT, inline_json, literal, pattern_literal
 from octavo.grammar.pointers import pointer
 from octavo.grammar.reach import takes_all
-from octavo.grammar.rules import in_gbnf, without_quotes
-from octavo.grammar.unkept import pattern_problem
+from octavo.grammar.rules import in_gbnf, parts_of, with_string_options, without_quotes
+from octavo.grammar.size import too_large
+from octavo.grammar.unkept import pattern_problem, unkept
 from octavo.grammar.xml_parameters import BLANKS, VALUE_END, NotInXml, parameters_of
 
 MAX_DEPTH = 32
@@ -206,10 +207,14 @@ class _Writer:
 
     def grammar(self, node: dict[str, Any], path: str) -> _Parts:
         given = text = self._string(node, ("grammar",), path)
-        if is_gbnf(text):
+        if gbnf := is_gbnf(text):
             text = in_lark(text, f"{self._param}.structural_tag: at {path}.grammar", self._param)
+        for line, schema in parts_of(text).schemas:
+            if (bad := too_large(schema) or unkept(schema)) is not None:
+                self.refuse(f"{path}.grammar", f"the JSON schema in line {line}, at {pointer(bad[0])}: {bad[1]}")
+        text = with_string_options(text)
         if problem := self._problem_of(text):
-            self.refuse(f"{path}.grammar", problem if text is given else in_gbnf(problem, given, text))
+            self.refuse(f"{path}.grammar", in_gbnf(problem, given, text) if gbnf else problem)
         return self._as_rule(f"%lark {{\n{text}\n}}", path)
 
     def sequence(self, node: dict[str, Any], path: str) -> _Parts:

@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from octavo.grammar.json_schema import ALTERNATIVES, parts_of, subschemas
-from octavo.grammar.numbers import unkept_number
-from octavo.grammar.pointers import Path, followed
+from octavo.grammar.numbers import MAX_BOUND, ends_the_process, unkept_number
+from octavo.grammar.pointers import Path, followed, objects_in
 
 ESCAPES = 'nrbtf\\"'
 """What may follow a backslash in a string: all but a character's number, which is needed for control characters only."""
@@ -38,14 +39,32 @@ def string_options(schema: Any) -> dict[str, Any]:
 
 def unkept(schema: Any) -> tuple[Path, str] | None:
     """Where a schema says what the engine would take and not keep, and what to say; None if nowhere."""
-    for path, node in parts_of(schema):
+    for path, node in _referred_to(schema):
         patterns = node.get("patternProperties")
         for pattern in [node.get("pattern"), *(patterns if isinstance(patterns, dict) else ())]:
             if isinstance(pattern, str) and (problem := pattern_problem(pattern)):
                 return path, f"{problem}."
         if (number := unkept_number(node)) is not None:
             return (*path, *number[0]), number[1]
+    if any(map(ends_the_process, objects_in(schema))):
+        return (), f"a number below -{MAX_BOUND} in it cannot be kept. Leave it out."
     return _Counts(schema).problem()
+
+
+def _referred_to(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """All schemas in a schema, those in places that only references lead to among them."""
+    seen = set[int]()
+    todo: list[tuple[Path, Any]] = [((), schema)]
+    while todo:
+        references: list[str] = []
+        for start, inner in todo:
+            for path, node in parts_of(inner):
+                if id(node) not in seen:
+                    seen.add(id(node))
+                    yield (*start, *path), node
+                    references += [reference] if isinstance(reference := node.get("$ref"), str) and reference.startswith("#/") else []
+        targets = [followed((), schema, reference[1:]) for reference in dict.fromkeys(references)]
+        todo = [target for target in targets if target is not None and id(target[1]) not in seen]
 
 
 Facts = tuple[bool, frozenset[str]]

@@ -57,9 +57,21 @@ def test_what_would_be_rounded_is_refused_with_its_path(schema: Any, place: str)
 def test_the_least_number_of_64_bits_does_not_end_the_process() -> None:
     """The engine would negate it without end, and overflow its stack."""
     door = GrammarDoor()
-    for schema in ({"const": -(2**63)}, {"enum": [-(2**63)]}, {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}):
-        with pytest.raises(InvalidRequest, match="-9223372036854775808"):
-            door.check(StructuredOutputsParams(json=schema))
+    least: list[dict[str, Any]] = [{"const": -(2**63)}, {"enum": [-(2**63)]}, {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}]
+    older = "http://json-schema.org/draft-07/schema#"
+    for schema in least:
+        hidden = [{"$ref": "#/x", "x": schema}, {"$ref": "#/x/0/y", "x": [{"y": schema}]}, {"$schema": older, "items": [schema]}]
+        hidden += [
+            {"$schema": older, "items": [True], "additionalItems": schema},
+            {"$ref": "http://a/b", "x": {"$id": "http://a/b", **schema}},
+        ]
+        for one in (schema, *hidden):
+            with pytest.raises(InvalidRequest, match=r"-9223372036854775808|a number below|cannot be used"):
+                door.check(StructuredOutputsParams(json=one))
+            try:
+                door.check(StructuredOutputsParams(json=one, best_effort=True))
+            except InvalidRequest:
+                continue
     door.close()
 
 

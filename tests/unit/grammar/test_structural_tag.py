@@ -120,6 +120,10 @@ def test_parts_that_would_never_end_are_refused(form: dict[str, Any], place: str
     [
         (sequence(ANY, regex("(")), "at format.elements[1].pattern: invalid regex"),
         (tag({"type": "grammar", "grammar": "start: undefined"}), "at format.content.grammar: "),
+        (
+            tag({"type": "grammar", "grammar": 'start: "a"\n  | %json {"properties": {"a": {"const": -9223372036854775808}}}'}),
+            "at format.content.grammar: the JSON schema in line 2, at $.properties.a.const: -9223372036854775808",
+        ),
         (tag({"type": "grammar", "grammar": 'root ::= "a"{3,2}'}), "at format.content.grammar: in the rule 'root' (line 1): "),
     ],
 )
