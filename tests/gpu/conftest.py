@@ -21,3 +21,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{'':44}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
     for file, of in sorted(counts.items()):
         terminalreporter.write_line(f"{file:44}{of['passed']:8}{of['failed'] + of['error']:8}{of['skipped']:9}{seconds[file]:9.1f}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Failures by name as they come: a run that is cut off has no summary."""
+    if report.failed:
+        print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)

@@ -127,6 +127,7 @@ def test_worker_gives_the_cpus_tokens_with_a_step_in_flight(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("reference_ops")
+@pytest.mark.alone
 def test_memory_is_measured() -> None:
     config = on_gpu(small_config(num_blocks=None, max_num_seqs=4))
     worker = Worker(dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory_utilization=0.05)), lambda *_: None)
