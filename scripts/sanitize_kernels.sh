@@ -3,6 +3,7 @@
 # Builds into a copy of the package, so that the tree's own library stays as it is. Needs g++ with its sanitizer libraries.
 set -eu
 python=${1:-python3}
+case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cp -r src setup.py pyproject.toml README.md LICENSE tests "$work"
