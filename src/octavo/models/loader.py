@@ -131,8 +131,10 @@ def load_model(
         needed = made_up_bytes(spec, shard, form, dtype.itemsize)
     elif form is not None and config.device.kind == "cuda":
         needed = _stored(model.path, gguf, None)[0]
-    elif on_the_fly is not None and config.device.kind == "cuda":
-        needed //= 2
+    elif on_the_fly is not None:
+        needed //= 2 if config.device.kind == "cuda" else dtype.itemsize
+    elif gguf is None and model.load_format != "dummy" and (form is not None or ops.decoder is not None):
+        needed = min(needed, _stored(model.path, None, None)[0])  # compiled kernels keep weights as they are stored
     _check_room(config, needed)
 
     with _sharing(ops, config, gguf if on_the_fly is None else None) as packing:
@@ -296,7 +298,7 @@ def fill(
     except (torch.OutOfMemoryError, MemoryError):
         raise ConfigError(too_large(config, needed)) from None
     except RuntimeError as e:
-        if "can't allocate memory" in str(e):  # what torch's CPU allocator says
+        if "allocate memory" in str(e):  # what torch's CPU allocator says, and what maps files
             raise ConfigError(too_large(config, needed)) from None
         raise
 
@@ -359,10 +361,11 @@ def too_large(config: EngineConfig, needed: int) -> str:
     room = device.free_bytes or device.total_bytes
     itemsize = getattr(torch, dtype).itemsize
     # A tenth stays for a step's own memory and a small cache.
+    low_bit = weight_format(config) != (None, None)
     text = (
-        f"The weights of {config.model.name} need {format_bytes(needed)} in {dtype}, but {device.name} has {format_bytes(room)} free "
+        f"The weights of {config.model.name} need {format_bytes(needed)} {'as they are kept' if low_bit else f'in {dtype}'}, but {device.name} has {format_bytes(room)} free "
         f"of {format_bytes(device.total_bytes)}. It has room for about {0.9 * room / itemsize / 1e9:.1f} billion parameters in {dtype}: "
-        "use a smaller model"
+        f"use a smaller model{'' if low_bit else ' or low-bit weights (--quantization int8, or a checkpoint made so)'}"
     )
     if device.kind == "cuda" and itemsize > 2:
         text += " or --dtype bfloat16"

@@ -279,7 +279,7 @@ void check_draw(OctavoEngine* engine) {
     const int32_t slots[] = {0, 0}, modes[] = {0, 3}, keys[] = {0, 0, below(1 << 30), below(1 << 30)};
     for (int row = 0; row < 2; row++) {
         int32_t token = -2;
-        const OctavoDraw draw = {logits.data(), vocab, vocab, slots + row, modes + row, keys + 2 * row, numbers, 4, nullptr, nullptr, 1, 0};
+        const OctavoDraw draw = {logits.data(), vocab, vocab, slots + row, modes + row, keys + 2 * row, numbers, 4, nullptr, nullptr, nullptr, 1, 0};
         octavo_draw(engine, &draw, &token);
         expect(token == std::max_element(logits.begin(), logits.end()) - logits.begin(), "draw " + std::to_string(row));
     }
