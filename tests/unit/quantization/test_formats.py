@@ -248,5 +248,8 @@ def test_modules_with_settings_of_their_own() -> None:
 
 def test_a_group_size_that_does_not_divide_is_said() -> None:
     layout = awq(32, 64, 32)
-    with pytest.raises(CheckpointError, match="for 64 inputs in groups of 48, of which 48 does not divide 64"):
+    with pytest.raises(CheckpointError, match="group_size 48 does not divide 64"):
+        read(Layout(layout.config | {"group_size": 48}, layout.tensors | {"scales": torch.ones(2, 32).half()}, layout.weight))
+    layout = gptq(32, 64, 32)
+    with pytest.raises(CheckpointError, match=r"\[2, 32\] for 64 inputs in groups of 48, of which 48 does not divide 64: the last one"):
         read(Layout(layout.config | {"group_size": 48}, layout.tensors | {"scales": torch.ones(1, 32).half()}, layout.weight))

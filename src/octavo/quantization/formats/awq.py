@@ -34,16 +34,23 @@ def awq(settings: Settings) -> Format:
 
     def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
         found = usual(module, shape)
-        if found is not None and shape[1] > group > 0 and shape[1] % group:
+        if found is not None and _uneven(shape[1], group):
             raise CheckpointError(f"{settings.where}: group_size {group} does not divide the {shape[1]} inputs of {module}.")
         return found
 
     return Format("awq", frozenset(names), frozenset(names), lambda pieces: _read(pieces, group), made_up)
 
 
+def _uneven(columns: int, group: int) -> bool:
+    """Whether groups do not fill the columns: AutoAWQ makes no short ones, but for a row that is shorter than a group."""
+    return columns > group > 0 and columns % group != 0
+
+
 def _read(pieces: Pieces, group: int) -> CodedRows:
     words = pieces.of("qweight", torch.int32, dims=2)
     columns, rows = words.shape[0], words.shape[1] * 8
+    if _uneven(columns, group):
+        raise pieces.fail("qweight", f"of inputs in whole groups, and the config's group_size {group} does not divide {columns}")
     groups = groups_of(columns, group)
     why = in_groups(columns, group)
     scales = pieces.scales("scales", shape=(groups, rows), why=why)
