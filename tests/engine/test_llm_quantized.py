@@ -49,7 +49,7 @@ def made_up(folder: Path, quantization: dict[str, Any], **settings: Any) -> LLM:
     return LLM(str(folder), load_format="dummy", **(SETTINGS | settings))
 
 
-@pytest.mark.parametrize(("kernels", "group", "kept"), [("native", 32, None), ("native", 24, "float32, float16"), ("torch", 32, "float32")])
+@pytest.mark.parametrize(("kernels", "group", "kept"), [("native", 32, None), ("native", 16, "float32, float16"), ("torch", 32, "float32")])
 def test_what_low_bit_weights_are_kept_in_is_told(kernels: str, group: int, kept: str | None, tmp_path: Path) -> None:
     with made_up(tmp_path, {"quant_method": "awq", "bits": 4, "group_size": group}, cpu_kernels=kernels) as llm:
         output = llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.config.types import ParallelConfig
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models.loader import load_model
 from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, SegmentedWeight, TableWeight
 from octavo.ops.registry import load_ops
@@ -45,6 +45,11 @@ def test_every_format_runs(name: str, ops: str) -> None:
         kinds = {type(layer.attention.qkv.weight) for layer in model._layers} | {type(layer.mlp.down.weight) for layer in model._layers}
         assert len(kinds) == 1 and kinds <= {Int4Weight, TableWeight, Int8Weight, Float8Weight}
         assert isinstance(model._head.weight, DenseWeight)
+
+
+def test_group_sizes_that_do_not_divide() -> None:
+    with pytest.raises(CheckpointError, match=r"group_size 96 does not divide the 128 inputs of model\.layers\.0"):
+        dummy(config_of("llama", LAYOUTS["awq-32"](64, 64, 0).config | {"group_size": 96}), "cpu")
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu", "native"])

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import CheckpointError, UnsupportedModel
-from octavo.models.loader import load_model
+from octavo.models.loader import has_low_bit, load_model
 from octavo.ops.packed import Float8Weight, Int8Weight, SegmentedWeight
 from octavo.ops.registry import load_ops
+from octavo.worker.worker import quantized_for_nothing
 from tests.models.contiguous import load, run
 from tests.models.test_parity import LATENT
 from tests.support.quantized_layouts import LAYOUTS, Layout, Tensors, gptq
@@ -274,6 +275,9 @@ def test_pieces_in_different_files(tmp_path: Path) -> None:
             lambda t: t.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(64, 8, dtype=torch.int32)}),
             r"up_proj\.scales.*must be of shape \[2, 64\]",
         ),
+        (LAYOUTS["fp8-static"], lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale"), r"1\.mlp\.up_proj\.weight_scale is missing"),
+        (LAYOUTS["fp8-block"], lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale_inv"), r"up_proj\.weight_scale_inv is missing"),
+        (LAYOUTS["w8a8"], lambda t: t.pop("model.layers.1.mlp.up_proj.weight_scale"), r"up_proj\.weight_scale is missing"),
         (LAYOUTS["w4a16"], lambda t: t.pop("model.layers.0.mlp.up_proj.weight_shape"), r"up_proj\.weight_shape is missing"),
         (
             LAYOUTS["w4a16"],
@@ -297,6 +301,33 @@ def test_float8_without_a_config_says_what_it_is(tmp_path: Path) -> None:
     plain = quantize(folder, LAYOUTS["fp8-tensor"])
     with pytest.raises(CheckpointError, match="has dtype F8_E4M3; weights must be one of"):
         load(folder, hf_config=json.loads((plain / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(("name", "tools"), [("gptq-32", "GPTQ"), ("awq-32", "GPTQ or AWQ"), ("w4a16", "compressed-tensors")])
+def test_low_bit_weights_of_which_the_config_says_nothing(name: str, tools: str, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    save_tiny(folder, "llama", **SIZES)
+    config = json.loads((quantize(folder, LAYOUTS[name]) / "config.json").read_text())
+    with pytest.raises(
+        CheckpointError, match=f"a piece of a low-bit weight, as {tools} stores it, but config.json has no quantization_config"
+    ):
+        load(folder, hf_config=config | {"quantization_config": None})
+    if name == "gptq-32":
+        with pytest.raises(CheckpointError, match="as GPTQ stores it"):
+            load(folder, hf_config=config | {"quantization_config": LAYOUTS["fp8-tensor"](32, 32, 0).config})
+
+
+def test_plain_weights_that_the_config_calls_low_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    save_tiny(folder, "llama", **SIZES)
+    config = config_for(folder)
+    quantization = {"quantization_config": LAYOUTS["awq-32"](64, 64, 0).config}
+    config = replace(config, model=replace(config.model, quantization="awq", hf_config={**config.model.hf_config, **quantization}))
+    assert not has_low_bit(config)
+    (told,) = quantized_for_nothing(config, {"bfloat16": 100}, stored=lambda: has_low_bit(config))
+    assert "says that the weights are quantised with awq, but none of them is" in told and "dequantised" not in told
+    quantize(folder, LAYOUTS["awq-32"])
+    assert has_low_bit(config)
 
 
 def with_quantization(path: Path, method: str, ops: str) -> Any:

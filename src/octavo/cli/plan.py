@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.checkpoint.types import Checkpoint
 from octavo.cli.flags import choice, positive_int
 from octavo.cli.parser import CommandParser, Namespace
 from octavo.config.sizes import format_bytes, parse_size
@@ -26,6 +27,11 @@ def configure(parser: CommandParser) -> None:
     parser.add_argument("--memory", type=_memory, metavar="SIZE", help="Memory of the GPU (24G), or of the host. Default: of this machine.")
     parser.add_argument(
         "--dtype", type=choice(tuple(_BYTES)), metavar="TYPE", help="Weights. Default: as stored, half precision if unknown."
+    )
+    parser.add_argument(
+        "--quantization",
+        metavar="METHOD",
+        help="How weights are stored, as for serve: fp8 or int8, made while loading. Default: what the model's quantization_config says.",
     )
     parser.add_argument("--kv-cache-dtype", type=choice(tuple(_CACHE_BYTES)), metavar="TYPE", help="Cache. Default: bfloat16.")
     parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="Longest request, tokens. Default: the model's own.")
@@ -80,10 +86,11 @@ def run(options: Namespace) -> int:
     checkpoint = resolve_checkpoint(model)
     needs = model_needs(checkpoint.hf_config)
     stored = sum(Path(f).stat().st_size for f in checkpoint.weight_files)
-    dtype = getattr(options, "dtype", None)
+    dtype, asked = getattr(options, "dtype", None), getattr(options, "quantization", None)
+    size, how = _weights(checkpoint, needs, stored, dtype, asked)
     tensor, stages = getattr(options, "tensor_parallel_size", 1), getattr(options, "pipeline_parallel_size", 1)
     ranks = needs.ranks(tensor, stages)
-    weights = (round(needs.parameters * _BYTES[dtype]) if dtype else stored or needs.parameters * 2) // ranks
+    weights = size // ranks
     memory = getattr(options, "memory", None) or _this_machine()
     usable = memory * getattr(options, "gpu_memory_utilization", 0.9)
     # Activations of the largest step: a few hundred MiB for small models, about a twentieth of the weights for large ones.
@@ -96,7 +103,7 @@ def run(options: Namespace) -> int:
         ("model", f"{checkpoint.name}, about {needs.parameters / 1e9:.2f} billion parameters"),
         *([("GPUs", f"{ranks}: {stages} x {tensor}; the sizes below are those of each")] if ranks > 1 else []),
         ("memory", f"{format_bytes(memory)}, of which {format_bytes(usable)} are used"),
-        ("weights", format_bytes(weights) + ("" if dtype or not stored else " (as stored)")),
+        ("weights", format_bytes(weights) + how),
         ("activations", f"about {format_bytes(activations)}"),
         ("cache for a token", format_bytes(per_token)),
     ]
@@ -112,6 +119,53 @@ def run(options: Namespace) -> int:
 
     print_table("octavo plan (estimates; the server measures)", rows)
     return int(tokens <= 0)
+
+
+def _weights(checkpoint: Checkpoint, needs: Needs, stored: int, dtype: str | None, asked: str | None) -> tuple[int, str]:
+    """Bytes of all weights, and what to say of how they are stored.
+
+    Args:
+        stored: bytes of the files; 0: there are none.
+        dtype, asked: the user's `--dtype` and `--quantization`.
+
+    Raises:
+        ConfigError, UnsupportedModel, CheckpointError: the engine would not load the model so.
+    """
+    from octavo.config.quantization import quantization_method
+
+    config, path = checkpoint.hf_config, checkpoint.path
+    gguf = path.endswith(".gguf")
+    if asked == "gguf" and not gguf:
+        raise ConfigError(f"--quantization gguf: {checkpoint.name} is no GGUF file. Leave the option out.")
+    method = quantization_method(None if asked == "gguf" else asked, config, checkpoint.name)
+    if method is not None and gguf:
+        raise ConfigError(f"--quantization {asked}: the weights of a GGUF file stay as they are. Leave the option out.")
+    if asked and dtype in ("int8", "fp8", "int4"):
+        raise ConfigError(f"--dtype {dtype} with --quantization {asked}: both say how weights are stored. Give one of them.")
+    if method is not None:
+        made = _low_bit_bytes(config, path, method, int(_BYTES.get(dtype or "bfloat16", 2)))
+        if config.get("quantization_config") is None or not (stored or dtype in ("int8", "fp8", "int4")):
+            return made, f" ({method})"
+    if dtype and (method is None or dtype in ("int8", "fp8", "int4")):
+        return round(needs.parameters * _BYTES[dtype]), ""
+    return (stored, " (as stored)") if stored else (needs.parameters * 2, "")
+
+
+def _low_bit_bytes(config: Mapping[str, Any], path: str, method: str, itemsize: int) -> int:
+    """Bytes of a model whose layers are stored as its quantization_config says, or rounded to `method` while loading.
+
+    Args:
+        itemsize: bytes of what stays in full precision.
+    """
+    from octavo.models.loader import made_up_bytes
+    from octavo.models.registry import model_spec
+    from octavo.models.sharding import Shard
+    from octavo.quantization.select import stored_format
+
+    where = str(Path(path) / "config.json")
+    form = stored_format(config, where) or stored_format({"quantization_config": {"quant_method": method}}, where)
+    assert form is not None
+    return made_up_bytes(model_spec(config, where)[0], Shard(), form, itemsize)
 
 
 def _this_machine() -> int:

@@ -30,7 +30,7 @@ from octavo.ops.packed import (
 )
 from octavo.ops.registry import Ops
 from octavo.quantization.on_the_fly import OnTheFly, round_weight
-from octavo.quantization.pieces import Format
+from octavo.quantization.pieces import Format, tools_of
 from octavo.quantization.random_codes import Storage, random_rows
 from octavo.weights.arrange import flattened, reordered, stacked, transposed, with_shape
 from octavo.weights.block_rows import block_rows, unpacked_rows
@@ -136,6 +136,11 @@ class Assembly:
         if parameter is None and stored.spare and _all_zero(stored):
             return
         if target is None or parameter is None or (part is not None and part not in parameter.parts):
+            if (tools := tools_of(name)) is not None:
+                raise CheckpointError(
+                    f"{stored.file}: tensor {stored.name} is a piece of a low-bit weight, as {tools} stores it, but {self._described_by} has "
+                    "no quantization_config that says so. Take the one that was published with these weights."
+                )
             raise CheckpointError(
                 f"{stored.file}: tensor {stored.name} has no place in a {self._spec.architecture} with this config "
                 f"({self._spec.num_layers} layers). The weights and {self._described_by} do not belong together."
@@ -365,7 +370,8 @@ class Assembly:
             return [(*whole, None)]
 
         def storage_of(part: str | None, start: int, stop: int) -> Storage | None:
-            return form.storage(self._source_name(parameter.name, part).removesuffix(".weight"), (stop - start, parameter.shape[1]))
+            columns = self._whole[parameter.name].shape[1]  # checkpoints know nothing of ranks
+            return form.storage(self._source_name(parameter.name, part).removesuffix(".weight"), (stop - start, columns))
 
         if parameter.kind == "experts" or not parameter.parts:
             return [(*whole, storage_of(next(iter(parameter.parts), None), *whole))]

@@ -42,7 +42,7 @@ from octavo.weights.gguf_coded import packed_bits
 from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
-from octavo.weights.quantized import whole_weights
+from octavo.weights.quantized import has_pieces, whole_weights
 from octavo.weights.safetensors import open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
@@ -193,15 +193,24 @@ def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]
     return stored, ("fp8" if asked == "fp8" else "int8") if stored is None and asked in ON_THE_FLY else None
 
 
+def has_low_bit(config: EngineConfig) -> bool:
+    """Whether any weight of a checkpoint is stored as its quantization_config says; looks at the names of tensors alone."""
+    form, on_the_fly = weight_format(config)
+    if form is None or on_the_fly is not None or config.model.load_format == "dummy" or form.method == "mxfp4":
+        return True
+    return has_pieces((stored.name for stored in _stored(config.model.path, None, None)[1]), form)
+
+
 def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) -> int:
     """About what made-up weights of a format take: all that a layer multiplies with is stored so, as far as this looks."""
     total = 0.0
+    whole = Division(spec, Shard()).parameters
     for parameter in Division(spec, shard).parameters.values():
         count = math.prod(parameter.shape)
         storage = None
         if parameter.kind in ("linear", "experts") and parameter.name.startswith("layers."):
             name = f"model.{parameter.name.removesuffix('.weight')}"
-            storage = form.storage(name, (parameter.shape[0], parameter.shape[1]))
+            storage = form.storage(name, (parameter.shape[0], whole[parameter.name].shape[1]))
         total += count * (itemsize if storage is None else storage.bits / 8)
     return int(total)
 

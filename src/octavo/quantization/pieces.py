@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -67,6 +68,13 @@ class Pieces:
         """Floating point, finite, and of the shape where one is given."""
         return self.finite(piece, self.of(piece, *FLOATS) if shape is None else self.shaped(piece, *FLOATS, shape=shape, why=why))
 
+    def magnitudes(self, piece: str, *, shape: tuple[int, ...] | None = None, why: str = "") -> torch.Tensor:
+        """Scales of which none is negative. Those of integers in groups may be: auto-round puts the sign of the largest weight there."""
+        tensor = self.scales(piece, shape=shape, why=why)
+        if bool((tensor < 0).any()):
+            raise self.fail(piece, "nowhere negative, for it is made of absolute values")
+        return tensor
+
     def one(self, piece: str) -> torch.Tensor:
         """A single finite number: [] float32."""
         tensor = self.scales(piece)
@@ -89,11 +97,48 @@ class Format:
     """What a module's weight of a shape is stored as, where it is to be made up; None: in full precision."""
     ignored: frozenset[str] = frozenset()
     """Pieces that say nothing about the weight, and are left out."""
+    first_missing: str = ""
+    """The mark to name where a module has other pieces and no mark; default: any."""
 
 
 def groups_of(columns: int, group: int) -> int:
     """How many groups `columns` make; the last one may be short."""
     return 1 if group == -1 else -(-columns // group)
+
+
+def in_groups(columns: int, group: int) -> str:
+    """Why scales have the shape that is asked for, for messages."""
+    width = columns if group == -1 else group
+    short = f", of which {width} does not divide {columns}: the last one would be short" if columns % width else ""
+    return f" for {columns} inputs in groups of {width}{short}"
+
+
+_TOOLS: Final[Mapping[str, str]] = {
+    "g_idx": "GPTQ",
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "scales": "GPTQ or AWQ",
+    "lookup_table": "SqueezeLLM",
+    "weight_packed": "compressed-tensors",
+    "weight_shape": "compressed-tensors",
+    "weight_zero_point": "compressed-tensors",
+    "weight_global_scale": "compressed-tensors",
+    "weight_scale": "FP8, INT8 or compressed-tensors",
+    "input_scale": "FP8, INT8 or compressed-tensors",
+    "weight_scale_inv": "FP8",
+    "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes",
+    "quant_map": "bitsandbytes",
+    "nested_absmax": "bitsandbytes",
+    "nested_quant_map": "bitsandbytes",
+    "bitsandbytes__nf4": "bitsandbytes",
+    "bitsandbytes__fp4": "bitsandbytes",
+}
+
+
+def tools_of(tensor: str) -> str | None:
+    """What stores tensors of such names beside or instead of weights; None: nothing that is known."""
+    return _TOOLS.get(tensor.rpartition(".")[2])
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

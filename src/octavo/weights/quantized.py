@@ -35,8 +35,8 @@ def whole_weights(tensors: Iterable[StoredTensor], names: Iterable[str], form: F
             continue
         if piece is None or module not in wanted:
             quantized = module in wanted or stored.name.removesuffix(".bias") in wanted
-            if piece == "weight" and stored.dtype in _BYTE_TYPES:
-                Pieces(module, stored.file, {}).any(min(form.marks))
+            if piece is not None and (piece != "weight" or stored.dtype in _BYTE_TYPES):
+                Pieces(module, stored.file, {}).any(form.first_missing or min(form.marks))
             yield replace(stored, spare=True) if quantized and stored.name.endswith(".bias") else stored
             continue
         if stored.raw is None:
@@ -46,6 +46,11 @@ def whole_weights(tensors: Iterable[StoredTensor], names: Iterable[str], form: F
         if held[module].keys() == wanted[module]:
             rows = form.read(Pieces(module, stored.file, held.pop(module)))
             yield _as_stored(f"{module}.weight", rows, sizes.pop(module), stored.file)
+
+
+def has_pieces(names: Iterable[str], form: Format) -> bool:
+    """Whether any weight is stored in a format's pieces."""
+    return any(_split(name, form)[1] in form.marks for name in names)
 
 
 def _pieces_of(names: Iterable[str], form: Format) -> dict[str, set[str]]:

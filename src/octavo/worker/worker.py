@@ -22,7 +22,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
 from octavo.models.decoder import Model
-from octavo.models.loader import load_model
+from octavo.models.loader import has_low_bit, load_model
 from octavo.ops.registry import Ops, load_ops
 from octavo.parallel.group import ONE_RANK, Ranks
 from octavo.protocol.engine import EngineReady, Phase
@@ -418,7 +418,7 @@ class Worker:
         warnings = [
             *self._model_warnings(),
             *size.warnings,
-            *quantized_for_nothing(self._config, self._model.weights_kinds),
+            *quantized_for_nothing(self._config, self._model.weights_kinds, stored=lambda: has_low_bit(self._config)),
             *self._cache_warnings(),
         ]
         return ready_report(
@@ -456,15 +456,21 @@ def uneven_ranks(poorest: int, least: int, most: int) -> list[str]:
     ]
 
 
-def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int]) -> list[str]:
+def quantized_for_nothing(config: EngineConfig, kinds: Mapping[str, int], *, stored: Callable[[], bool] = lambda: True) -> list[str]:
     """What the user should know about low-bit weights none of which are kept in few bits.
 
     Args:
         kinds: see `Model.weights_kinds`.
+        stored: whether the checkpoint has low-bit weights; asked where none are kept.
     """
     method, device = config.model.quantization, config.device
     if method is None or any(kind.startswith(("4-bit", "8-bit")) for kind in kinds):
         return []
+    if not stored():
+        return [
+            f"config.json says that the weights are quantised with {method}, but none of them is: all are stored plainly ({', '.join(kinds)}) "
+            "and kept so."
+        ]
     why = "no kernel here takes them as they are stored"
     if device.kind == "cuda" and device.capability < (8, 9):
         if method in ("fp8", "modelopt"):

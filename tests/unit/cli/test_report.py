@@ -259,3 +259,33 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "more are needed" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--memory", "18G", "--gpu-memory-utilization", "0.95", "--max-model-len", "1m"]) == 0
     assert "--max-model-len" in capsys.readouterr().out
+
+
+def test_plan_heeds_how_weights_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+
+    def plan(quantization: object, *flags: str) -> str:
+        (tmp_path / "config.json").write_text(
+            json.dumps(config if quantization is None else {**config, "quantization_config": quantization})
+        )
+        main(["plan", str(tmp_path), "--memory", "24G", *flags])
+        output = capsys.readouterr()
+        return next((line[17:].strip() for line in output.out.splitlines() if line.strip().startswith("weights")), output.err)
+
+    def gibibytes(row: str) -> float:
+        assert row.split()[1] == "GiB"
+        return float(row.split(maxsplit=1)[0])
+
+    layers, rest = 6.98e9, 2 * 128256 * 4096 * 2  # weights in layers; bytes of embedding and head
+    assert gibibytes(plan(None)) == pytest.approx(8.03e9 * 2 / 2**30, rel=0.01)
+    assert gibibytes(plan(awq)) == pytest.approx((layers * (4 + 24 / 128) / 8 + rest) / 2**30, rel=0.02)
+    assert plan(awq).endswith("(awq)")
+    for row in (plan({"quant_method": "fp8"}), plan(None, "--quantization", "fp8"), plan(None, "--quantization", "int8")):
+        assert gibibytes(row) == pytest.approx((layers + rest) / 2**30, rel=0.03)
+    assert gibibytes(plan(awq, "--dtype", "float32")) > gibibytes(plan(awq)) + 1.5
+    assert "'quip#', which Octavo does not read" in plan({"quant_method": "quip#", "bits": 2})
+    assert "packed as version 'gemv' are not read" in plan({**awq, "version": "gemv"})
+    assert "are quantised with awq. Leave the option out" in plan(awq, "--quantization", "fp8")
+    assert "the weights of" in plan(None, "--quantization", "awq") and "is no GGUF file" in plan(None, "--quantization", "gguf")
+    assert "Give one of them" in plan(None, "--quantization", "fp8", "--dtype", "int4")

@@ -17,7 +17,7 @@ from octavo.quantization.pieces import Pieces
 from octavo.quantization.select import stored_format
 from octavo.weights.block_rows import block_rows
 from octavo.weights.gguf_blocks import unpack as unpack_blocks
-from tests.support.quantized_layouts import LAYOUTS, Layout, Tensors, awq, compressed, fp8, gptq, nf4, squeezellm
+from tests.support.quantized_layouts import LAYOUTS, Layout, Tensors, awq, compressed, fp8, gptq, int8, nf4, squeezellm
 
 MODULE = "model.layers.0.self_attn.q_proj"
 KINDS = {
@@ -165,6 +165,9 @@ BAD: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "missing zeros": (gptq(32, 64, 32), {"qzeros": None}, r"q_proj\.qzeros is missing"),
     "missing float8 scales": (fp8(32, 64), {"weight_scale": None}, r"q_proj\.weight_scale is missing"),
     "missing input scale": (fp8(32, 64, static=True), {"input_scale": None}, r"q_proj\.input_scale is missing"),
+    "missing scales of blocks": (fp8(32, 64, scale="block"), {"weight_scale_inv": None}, r"q_proj\.weight_scale_inv is missing"),
+    "negative float8 scale": (fp8(32, 64), {"weight_scale": torch.tensor(-1.0)}, r"q_proj\.weight_scale .*nowhere negative"),
+    "negative int8 scale": (int8(32, 64, 0), {"weight_scale": -torch.ones(32)}, r"q_proj\.weight_scale .*nowhere negative"),
     "nan in a scale": (awq(32, 64, 32), {"scales": torch.full((2, 32), NAN).half()}, r"q_proj\.scales holds 64 values.*NaN or infinite"),
     "inf in a scale": (fp8(32, 64), {"weight_scale": torch.tensor(float("inf"))}, r"q_proj\.weight_scale holds 1 value"),
     "nan in float8": (fp8(32, 64), {"weight": torch.full((32, 64), NAN).to(torch.float8_e4m3fn)}, r"q_proj\.weight holds 2048 values"),
@@ -208,6 +211,13 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, UnsupportedModel, "nvfp4"),
         ({"quant_method": "squeezellm", "wbits": 2}, UnsupportedModel, "wbits 2"),
         ({"quant_method": "compressed-tensors"}, CheckpointError, "config_groups"),
+        (
+            {"quant_method": "compressed-tensors", "ignore": ["re:["], "config_groups": {"g": GROUP}},
+            CheckpointError,
+            "'re:\\[' is not a pattern",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:[": {}}}, CheckpointError, "is not a pattern"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "zz"}, UnsupportedModel, "'zz' is not supported. Supported: nf4, fp4"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, UnsupportedModel, "sparsity"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"g": GROUP}}, UnsupportedModel, "marlin-24"),
         (
@@ -234,3 +244,12 @@ def test_modules_with_settings_of_their_own() -> None:
     mixed = compressed(32, 64, bits=8, strategy="channel")
     coded = read(replace(mixed, config={**mixed.config, "config_groups": groups}))
     torch.testing.assert_close(dequantize(coded), mixed.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_a_group_size_that_does_not_divide_is_said() -> None:
+    layout = awq(32, 64, 32)
+    with pytest.raises(CheckpointError, match="group_size 48 does not divide 64"):
+        read(Layout(layout.config | {"group_size": 48}, layout.tensors | {"scales": torch.ones(2, 32).half()}, layout.weight))
+    layout = gptq(32, 64, 32)
+    with pytest.raises(CheckpointError, match=r"\[2, 32\] for 64 inputs in groups of 48, of which 48 does not divide 64: the last one"):
+        read(Layout(layout.config | {"group_size": 48}, layout.tensors | {"scales": torch.ones(1, 32).half()}, layout.weight))

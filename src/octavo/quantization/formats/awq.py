@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from octavo.errors import UnsupportedModel
+from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.ops.coded import CodedRows
-from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.pieces import Format, Pieces, groups_of, in_groups, unpacked
 from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
@@ -30,15 +30,29 @@ def awq(settings: Settings) -> Format:
         raise UnsupportedModel(f"{settings.where}: AWQ without zero points (zero_point false) is not supported.")
     names = ("qweight", "qzeros", "scales")
     storage = Storage("unsigned", group=max(group, 0), zero_points=True)
-    made_up = everywhere(storage, settings.strings("modules_to_not_convert"))
+    usual = everywhere(storage, settings.strings("modules_to_not_convert"))
+
+    def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
+        found = usual(module, shape)
+        if found is not None and _uneven(shape[1], group):
+            raise CheckpointError(f"{settings.where}: group_size {group} does not divide the {shape[1]} inputs of {module}.")
+        return found
+
     return Format("awq", frozenset(names), frozenset(names), lambda pieces: _read(pieces, group), made_up)
+
+
+def _uneven(columns: int, group: int) -> bool:
+    """Whether groups do not fill the columns: AutoAWQ makes no short ones, but for a row that is shorter than a group."""
+    return columns > group > 0 and columns % group != 0
 
 
 def _read(pieces: Pieces, group: int) -> CodedRows:
     words = pieces.of("qweight", torch.int32, dims=2)
     columns, rows = words.shape[0], words.shape[1] * 8
+    if _uneven(columns, group):
+        raise pieces.fail("qweight", f"of inputs in whole groups, and the config's group_size {group} does not divide {columns}")
     groups = groups_of(columns, group)
-    why = f" for {columns} inputs in groups of {columns if group == -1 else group}"
+    why = in_groups(columns, group)
     scales = pieces.scales("scales", shape=(groups, rows), why=why)
     zeros = pieces.shaped("qzeros", torch.int32, shape=(groups, rows // 8), why=why)
     return CodedRows(

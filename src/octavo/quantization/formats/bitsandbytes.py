@@ -25,7 +25,9 @@ def bitsandbytes(settings: Settings) -> Format:
         made_up = everywhere(Storage("signed", scale_dtype=torch.float32), left_out)
         return Format("bitsandbytes", frozenset(("weight", "SCB")), frozenset(("SCB",)), _int8, made_up, frozenset(("weight_format",)))
     names = frozenset(("weight", *_FOUR, *_STATES))
-    table = _FP4 if settings.text("bnb_4bit_quant_type", "nf4") == "fp4" else _NF4
+    if (kind := settings.text("bnb_4bit_quant_type", "nf4")) not in ("nf4", "fp4"):
+        raise UnsupportedModel(f"{settings.where}: bnb_4bit_quant_type {kind!r} is not supported. Supported: nf4, fp4.")
+    table = _FP4 if kind == "fp4" else _NF4
     made_up = everywhere(Storage("table", group=64, scale_dtype=torch.float32, table=table), left_out)
     return Format("bitsandbytes", names, names - {"weight"}, _table, made_up)
 

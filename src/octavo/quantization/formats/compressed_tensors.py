@@ -15,7 +15,7 @@ from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.ops.coded import AS_THEY_ARE, ActivationKind, Activations, CodedRows
 from octavo.quantization.formats.fp8 import activation_format, float8_codes
 from octavo.quantization.formats.gptq import group_index
-from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.pieces import Format, Pieces, groups_of, in_groups, unpacked
 from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
@@ -77,13 +77,15 @@ def compressed_tensors(settings: Settings) -> Format:
         raise settings.fail("config_groups", "at least one group of modules")
     left_out = settings.strings("ignore")
 
+    stored_as = {scheme: everywhere(_storage(scheme), left_out) for scheme in schemes}
+
     def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
-        return everywhere(_storage(_scheme_of(module, schemes)), left_out)(module, shape)
+        return stored_as[_scheme_of(module, schemes)](module, shape)
 
     def read(pieces: Pieces) -> CodedRows:
         return _read(pieces, _scheme_of(pieces.module, schemes))
 
-    return Format("compressed-tensors", _NAMES, _MARKS, read, made_up, _IGNORED)
+    return Format("compressed-tensors", _NAMES, _MARKS, read, made_up, _IGNORED, "weight_scale")
 
 
 def _scheme(group: Settings, usual_layout: str) -> Scheme:
@@ -160,6 +162,7 @@ def _read(pieces: Pieces, scheme: Scheme) -> CodedRows:
 def _read_float8(pieces: Pieces, scheme: Scheme) -> CodedRows:
     codes = float8_codes(pieces, "weight")
     scales, row_block, group = _scales(pieces, scheme, codes.shape[0], codes.shape[1])
+    pieces.magnitudes("weight_scale")
     activations = AS_THEY_ARE if scheme.inputs == "none" else activation_format(pieces, "float8", static=scheme.inputs == "static")
     return CodedRows(codes, 8, scales.float(), row_block=row_block, group=group, activations=activations)
 
@@ -179,7 +182,7 @@ def _scales(pieces: Pieces, scheme: Scheme, rows: int, columns: int) -> tuple[to
             high, wide = scheme.blocks
             return pieces.scales("weight_scale", shape=(-(-rows // high), -(-columns // wide))), high, wide
     shape = (rows, groups_of(columns, scheme.group))
-    scales = pieces.scales("weight_scale", shape=shape, why=f" for {columns} inputs in groups of {scheme.group}")
+    scales = pieces.scales("weight_scale", shape=shape, why=in_groups(columns, scheme.group))
     return scales, 1, 0 if scheme.group == -1 else scheme.group
 
 

@@ -31,7 +31,8 @@ def fp8(settings: Settings) -> Format:
     )
     left_out = (*settings.strings("modules_to_not_convert"), *settings.strings("ignored_layers"))
     made_up = everywhere(storage, left_out)
-    return Format("fp8", _NAMES, _MARKS, lambda pieces: read_float8(pieces, blocks, static=static), made_up, ignored)
+    scale = "weight_scale" if blocks is None else "weight_scale_inv"
+    return Format("fp8", _NAMES, _MARKS, lambda pieces: read_float8(pieces, blocks, static=static), made_up, ignored, scale)
 
 
 def modelopt(settings: Settings) -> Format:
@@ -45,7 +46,7 @@ def modelopt(settings: Settings) -> Format:
         raise UnsupportedModel(f"{inner.where}: quant_algo {algorithm!r} is not supported. Supported: FP8.")
     storage = Storage("float8", row_block=0, scale_dtype=torch.float32, activations="float8", calibrated=True)
     made_up = everywhere(storage, (*inner.strings("exclude_modules"), *inner.strings("ignore")))
-    return Format("modelopt", _NAMES, _MARKS, lambda pieces: read_float8(pieces, None, static=True), made_up)
+    return Format("modelopt", _NAMES, _MARKS, lambda pieces: read_float8(pieces, None, static=True), made_up, first_missing="weight_scale")
 
 
 def read_float8(pieces: Pieces, blocks: tuple[int, int] | None, *, static: bool) -> CodedRows:
@@ -55,14 +56,15 @@ def read_float8(pieces: Pieces, blocks: tuple[int, int] | None, *, static: bool)
         static: the input is rounded with a calibrated scale, where the checkpoint has one.
     """
     codes = float8_codes(pieces, "weight")
-    name = "weight_scale_inv" if "weight_scale_inv" in pieces else "weight_scale"  # the same thing: what a code is worth
+    usual, other = ("weight_scale", "weight_scale_inv")[:: 1 if blocks is None else -1]
+    name = other if other in pieces else usual  # the same thing: what a code is worth
     activations = activation_format(pieces, "float8", static=static)
     rows, columns = codes.shape
     if blocks is not None:
         shape = (-(-rows // blocks[0]), -(-columns // blocks[1]))
-        scales = pieces.scales(name, shape=shape, why=f" for blocks of {blocks[0]} x {blocks[1]}").float()
+        scales = pieces.magnitudes(name, shape=shape, why=f" for blocks of {blocks[0]} x {blocks[1]}").float()
         return CodedRows(codes, 8, scales, row_block=blocks[0], group=blocks[1], activations=activations)
-    scales = pieces.scales(name).float()
+    scales = pieces.magnitudes(name).float()
     if scales.numel() not in (1, rows):
         raise pieces.fail(name, f"one number, or one for each of {rows} outputs")
     return CodedRows(codes, 8, scales.reshape(-1, 1), row_block=rows // scales.numel(), activations=activations)

@@ -14,7 +14,7 @@ import torch
 
 from octavo.errors import CheckpointError, UnsupportedModel
 from octavo.ops.coded import CodedRows
-from octavo.quantization.pieces import Format, Pieces, groups_of, unpacked
+from octavo.quantization.pieces import Format, Pieces, groups_of, in_groups, unpacked
 from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
@@ -49,11 +49,13 @@ def gptq(settings: Settings) -> Format:
         *(f"re:{key[2:]}" for key in settings.section("dynamic").values if key.startswith("-:")),
     )
 
+    spared = everywhere(Storage("unsigned"), left_out)
+
     def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
         packing = packing_of(module)
         group = max(packing.group, 0)
         storage = Storage("unsigned", 1 << packing.bits, group=group, zero_points=not symmetric, activation_order=order)
-        return everywhere(storage, left_out)(module, shape)
+        return None if spared(module, shape) is None else storage
 
     names = frozenset(("qweight", "qzeros", "scales", "g_idx"))
     return Format("gptq", names, names, lambda pieces: _read(pieces, packing_of(pieces.module)), made_up)
@@ -83,7 +85,7 @@ def _read(pieces: Pieces, packing: _Packing) -> CodedRows:
         raise pieces.fail("qweight", f"int32 words of whole codes of {bits} bits")
     columns = words.shape[0] * 32 // bits
     groups = groups_of(columns, packing.group)
-    why = f" for {columns} inputs of {bits} bits in groups of {columns if packing.group == -1 else packing.group}"
+    why = f"{in_groups(columns, packing.group)} ({bits} bits)"
     scales = pieces.scales("scales", shape=(groups, rows), why=why)
     zero_words = pieces.shaped("qzeros", torch.int32, shape=(groups, -(-rows * bits // 32)), why=why)
     zeros = (unpacked(zero_words, bits, rows).to(torch.int16) + packing.zero_offset) & ((1 << bits) - 1)

@@ -17,7 +17,7 @@ def int8(settings: Settings) -> Format:
 
 def _read(pieces: Pieces) -> CodedRows:
     codes = pieces.of("weight", torch.int8, dims=2)
-    scales = pieces.scales("weight_scale")
+    scales = pieces.magnitudes("weight_scale")
     rows = codes.shape[0]
     if scales.numel() not in (1, rows):
         raise pieces.fail("weight_scale", f"one number, or one for each of {rows} outputs")
