@@ -17,11 +17,13 @@ from gguf import GGMLQuantizationType
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
-from octavo.errors import CheckpointError, OctavoError
+from octavo.errors import CheckpointError, ConfigError, OctavoError
+from octavo.models import program
 from octavo.models.decoder import Model
 from octavo.models.program_loader import load_program
 from octavo.ops.cpu import abi, decoder_kernels
 from octavo.weights.gguf_bytes import GgufBytes
+from octavo.worker.compiled_worker import compiled_worker
 from tests.models.test_loading import load_gguf, write_gguf
 from tests.support.paged_batches import Pool, step_batch
 from tests.support.tiny_models import config_for, tiny_model
@@ -119,6 +121,29 @@ def test_cut_short_while_it_is_loaded(sound: Path, tmp_path: Path, way: str, cut
         else:
             load_gguf(path, ops=way)
     assert calls == cut_before
+
+
+@pytest.mark.parametrize("length", [2**24, 2**31 - 1])
+def test_a_context_for_which_there_is_no_cache_is_refused_before_its_tables(
+    sound: Path, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take a second for each million of positions, and gigabytes."""
+    parsed = read_gguf(str(sound))
+    config = config_for(sound, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), max_model_len=length)
+    config = replace(
+        config,
+        device=replace(config.device, native_kernels=True),
+        cache=replace(config.cache, memory_bytes=2**26, num_blocks_override=None),
+    )
+
+    def table(*_: object) -> None:
+        raise AssertionError("a table was made")
+
+    monkeypatch.setattr(program, "rotation_table", table)
+    with pytest.raises(ConfigError, match=rf"max_model_len={length} needs .* of KV cache"):
+        compiled_worker(config, lambda *_: None)
+    with pytest.raises(AssertionError, match="a table was made"):
+        compiled_worker(replace(config, model=replace(config.model, max_model_len=256)), lambda *_: None)
 
 
 def test_unknown_block_type(sound: Path, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ class GgufSource:
         value = self.metadata.get(f"{self.arch}.{key}", default)
         if value is default and default is not None:
             return default
+        if value is None:
+            raise CheckpointError(f"GGUF metadata: {self.arch}.{key} is missing. Download or convert the file again.")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
             raise CheckpointError(f"GGUF metadata: {self.arch}.{key} must be a non-negative number, got {value!r}.")
         return kind(value)
@@ -37,6 +39,26 @@ class GgufSource:
         if not isinstance(value, bool):
             raise CheckpointError(f"GGUF metadata: {self.arch}.{key} must be true or false, got {value!r}.")
         return value
+
+    def check_heads(self, name: str, heads: int, size: int, key: str, *, fused: bool = False) -> None:
+        """Before anything is made as large as `heads` times `size` say, which a damaged number may put at gigabytes.
+
+        Args:
+            name: of the matrix whose rows they are, if the file has it.
+            key: what says the size of one.
+            fused: the matrix has further rows, for keys and values.
+
+        Raises:
+            CheckpointError: the matrix has another number of rows.
+        """
+        matrix, needed = self.tensors.get(name), heads * size
+        if matrix is None or len(matrix.shape) != 2:
+            return
+        if matrix.shape[0] < needed or (matrix.shape[0] > needed and not fused):
+            raise CheckpointError(
+                f"GGUF metadata: {heads} heads of {size} values ({key}) need {needed} rows, but the tensor {name} has {matrix.shape[0]}. "
+                "Download or convert the file again."
+            )
 
     def window(self) -> int | None:
         """0 is no window."""
@@ -135,7 +157,18 @@ def _gemma_embedding(source: GgufSource) -> dict[str, Any]:
 
 def _partial(source: GgufSource) -> dict[str, Any]:
     """The share of a head that rotates."""
-    return {"partial_rotary_factor": source.number("rope.dimension_count", int, source.config["head_dim"]) / source.config["head_dim"]}
+    return {"partial_rotary_factor": _rotated(source) / source.config["head_dim"]}
+
+
+def _rotated(source: GgufSource) -> int:
+    """Values of a head that rotate."""
+    head_dim: int = source.config["head_dim"]
+    rotated: int = source.number("rope.dimension_count", int, head_dim)
+    if rotated > head_dim:
+        raise CheckpointError(
+            f"GGUF metadata: {source.arch}.rope.dimension_count is {rotated}, but a head has {head_dim} values. Download or convert the file again."
+        )
+    return rotated
 
 
 def _phi3(source: GgufSource) -> dict[str, Any]:
@@ -273,11 +306,14 @@ def _deepseek2(source: GgufSource) -> dict[str, Any]:
         raise CheckpointError(
             f"GGUF metadata: {source.arch}.rope.dimension_count ({rotated}) must be less than the length of a key ({key})."
         )
+    heads = source.config["num_attention_heads"]
+    for name in ("blk.0.attn_q.weight", "blk.0.attn_q_b.weight"):
+        source.check_heads(name, heads, key, "the length of a key")
     mixture = _mixture(source)
     more: dict[str, Any] = {
         **mixture,
         "architectures": ["DeepseekV3ForCausalLM" if newer else "DeepseekV2ForCausalLM"],
-        "num_key_value_heads": source.config["num_attention_heads"],
+        "num_key_value_heads": heads,
         "q_lora_rank": source.number("attention.q_lora_rank", int, 0) or None,
         "kv_lora_rank": source.number("attention.kv_lora_rank", int),
         "qk_nope_head_dim": key - rotated,
@@ -309,11 +345,10 @@ def _glm4_moe(source: GgufSource) -> dict[str, Any]:
 
 
 def _minimax_m2(source: GgufSource) -> dict[str, Any]:
-    head_dim = source.config["head_dim"]
     return {
         **_experts(source, "num_local_experts"),
         "intermediate_size": source.number("expert_feed_forward_length", int, source.config["intermediate_size"]),
-        "rotary_dim": source.number("rope.dimension_count", int, head_dim),
+        "rotary_dim": _rotated(source),
     }
 
 

@@ -69,9 +69,30 @@ def gguf_hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor
         "tie_word_embeddings": tensors is not None and "output.weight" not in tensors,
     }
     if not config["intermediate_size"]:
+        if not source.has("expert_feed_forward_length"):
+            raise CheckpointError(f"GGUF metadata: {arch}.feed_forward_length must be at least 1, got 0.")
         config["intermediate_size"] = number("expert_feed_forward_length", int)
+    _check_heads(source, config)
     config |= ARCHITECTURES[arch].further(GgufSource(arch, metadata, source.tensors, config))
     return config | _special_ids(metadata)
+
+
+def _check_heads(source: GgufSource, config: Mapping[str, Any]) -> None:
+    """Raises:
+    CheckpointError: the first layer's matrices are not those of so many heads of this size.
+    """
+    if source.arch == "deepseek2":  # whose keys are compressed: it checks its own
+        return
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    if source.has("attention.key_length"):
+        key = f"{source.arch}.attention.key_length"
+    elif source.arch in WHOLE_HEADS and source.has("rope.dimension_count"):
+        key = f"{source.arch}.rope.dimension_count"
+    else:
+        key = f"{source.arch}.embedding_length / attention.head_count"
+    source.check_heads("blk.0.attn_q.weight", heads, size, key)
+    source.check_heads("blk.0.attn_k.weight", kv_heads, size, key)
+    source.check_heads("blk.0.attn_qkv.weight", heads, size, key, fused=True)
 
 
 def _layers(source: GgufSource) -> int:

@@ -289,15 +289,20 @@ def _tensor_info(cursor: _Cursor) -> GgufTensor:
 
 
 def _place_tensors(cursor: _Cursor, directory: list[GgufTensor], alignment: int, data_offset: int) -> dict[str, GgufTensor]:
+    """Each begins where the one before ends, aligned, as all writers have it: a tensor whose type or shape is damaged, so that it
+    seems smaller than it is, shows by the hole behind it."""
     tensors: dict[str, GgufTensor] = {}
-    end_of_previous = 0
+    end_of_previous, previous = 0, ""
     for info in sorted(directory, key=lambda t: t.offset):
         cursor.where = f"tensor {info.name!r}"
         if info.name in tensors:
             raise cursor.fail("appears twice")
         if info.offset % alignment or info.offset < end_of_previous:
             raise cursor.fail(f"has the offset {info.offset}, which is not aligned to {alignment} or overlaps another tensor")
-        end_of_previous = info.offset + info.nbytes
+        if info.offset != (expected := -(-end_of_previous // alignment) * alignment):
+            what = f"tensor {previous!r} ends at {end_of_previous}" if previous else "it is the first"
+            raise cursor.fail(f"has the offset {info.offset}, but {what}, so it must be {expected}: a type or a shape is damaged")
+        end_of_previous, previous = info.offset + info.nbytes, info.name
         if data_offset + end_of_previous > cursor.size:
             raise cursor.fail(f"ends at byte {data_offset + end_of_previous}, but the file has {cursor.size} (truncated?)")
         tensors[info.name] = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset, info.nbytes)

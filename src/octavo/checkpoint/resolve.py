@@ -96,10 +96,11 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer_eos: int | None = None) -> t
         CheckpointError: eos_token_id is neither an id nor a list of ids, be it in a file that another one outweighs.
     """
     stated: list[list[int]] = []
+    in_file = "the GGUF file's metadata (tokenizer.ggml.eos_token_id)" if checkpoint.format == "gguf" else "config.json"
     text_config = checkpoint.hf_config.get("text_config")
     for where, config in (
         ("generation_config.json", checkpoint.generation_config),
-        ("config.json", checkpoint.hf_config),
+        (in_file, checkpoint.hf_config),
         ("config.json's text_config", text_config if isinstance(text_config, dict) else {}),
     ):
         value = config.get("eos_token_id")

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol, cast
 
 from octavo._version import __version__
 from octavo.cli.parser import CommandParser, Namespace, UsageError
-from octavo.config import address_space
+from octavo.config import address_space, open_files
 from octavo.errors import OctavoError
 
 
@@ -106,6 +106,8 @@ def _dispatch(argv: list[str]) -> int:
     if name not in COMMANDS:
         print(overview(name))
         return 0
+    if name != "doctor":  # which says more of it
+        open_files.check()
     module = COMMANDS[name].load()
     parser = CommandParser(name, COMMANDS[name].summary)
     module.configure(parser)

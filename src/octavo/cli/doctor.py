@@ -22,6 +22,7 @@ from typing import Literal
 
 from octavo._version import __version__
 from octavo.cli.parser import CommandParser, Namespace
+from octavo.config.open_files import LEAST_FILES
 from octavo.config.sizes import format_bytes
 
 Status = Literal["ok", "warn", "fail"]
@@ -39,6 +40,8 @@ class Check:
     found: str
     advice: str = ""
     """What to do; empty when all is well."""
+    reservation: str = ""
+    """What the verdict must not leave out, though nothing is broken."""
 
 
 def configure(parser: CommandParser) -> None:
@@ -64,7 +67,11 @@ def print_report(checks: list[Check]) -> None:
         if c.advice:
             print(f"{'':{width + 8}}{c.advice}")
     broken = sum(c.status == "fail" for c in checks)
-    print(f"\n{broken} problem{'s' * (broken != 1)} to solve." if broken else "\nEverything Octavo needs is here.")
+    reservations = " ".join(c.reservation for c in checks if c.reservation)
+    verdict = f"{broken} problem{'s' * (broken != 1)} to solve." if broken else "Everything Octavo needs is here."
+    if reservations:
+        verdict = f"{verdict} {reservations}" if broken else f"Octavo runs here. {reservations}"
+    print(f"\n{verdict}")
 
 
 def examine(port: int) -> list[Check]:
@@ -212,7 +219,8 @@ def check_cpu_kernels() -> Check:
             f"Models on a CPU run on torch's kernels, which are several times slower. {native_kernels_remedy()} "
             "(pip install --force-reinstall --no-deps --no-cache-dir, and what it was installed with)."
         )
-        return Check("CPU kernels", "warn", f"missing: {native_kernels_problem()}", advice)
+        reservation = f"Its compiled CPU kernels are not usable, so models on a CPU are several times slower. {native_kernels_remedy()}."
+        return Check("CPU kernels", "warn", f"missing: {native_kernels_problem()}", advice, reservation)
     found = f"compiled, running at {level.name} ({level.why})"
     if not level.best:
         return Check("CPU kernels", "warn", found, "Reinstall Octavo with a newer C++ compiler.")
@@ -273,6 +281,8 @@ def check_open_files() -> Check:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        return Check("Open files", "fail", f"{hard}", f"Octavo needs {LEAST_FILES} at least: raise that limit (ulimit -n).")
     if soft != resource.RLIM_INFINITY and soft < 4096:
         return Check("Open files", "warn", f"{soft} (could be {hard})", f"Many clients need one file each: ulimit -n {min(hard, 65536)}.")
     return Check("Open files", "ok", f"up to {soft}")

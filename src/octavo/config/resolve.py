@@ -226,7 +226,7 @@ def _model(
         rest = "at another of them" if len(beyond) < len(eos_token_ids) else "at a stop string, or at its longest"
         warnings.append(
             f"{name}: eos_token_id {', '.join(map(str, beyond[:4]))} is beyond the vocabulary ({vocab_size} tokens) and can never be written: "
-            f"replies end {rest}. Correct it in generation_config.json or config.json."
+            f"replies end {rest}. {_where_ids_are(path, hf_config)}"
         )
     limit = min(_context_limit(hf_config, name), longest or MAX_LENGTH)
     auto = args.max_model_len in ("auto", -1)
@@ -254,6 +254,13 @@ def _model(
         quantization=quantization,
         served_name=(args.served_model_name or [""])[0],
     )
+
+
+def _where_ids_are(path: str, hf_config: Mapping[str, Any]) -> str:
+    if not path.endswith(".gguf"):
+        return "Correct it in generation_config.json or config.json."
+    arch = hf_config.get("model_type")
+    return f"The GGUF file's metadata say so (tokenizer.ggml.eos_token_id, {arch}.vocab_size): download or convert it again."
 
 
 def _context_limit(hf_config: Mapping[str, Any], name: str) -> int:

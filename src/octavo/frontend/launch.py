@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from octavo.config import address_space
+from octavo.config import address_space, open_files
 from octavo.config.args import EngineArgs
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
@@ -73,6 +73,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
     from octavo.config.device import detect_device
     from octavo.config.resolve import resolve
 
+    open_files.check()
     address_space.be_frugal()  # the engine may be of this process, whose program we do not know
     if args.batch_invariant is None and os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         args = dataclasses.replace(args, batch_invariant=True)

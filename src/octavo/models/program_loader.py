@@ -28,6 +28,9 @@ from octavo.weights.gguf_bytes import GgufBytes, unread_rows
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), in bytes of the checkpoint."""
 
+CheckRoom = Callable[[ModelSpec, dict[str, int]], None]
+"""(spec, bytes of weights by what they are stored as); raises what is to be raised."""
+
 _FLOATS = {"F32": np.float32, "F16": np.float16}
 """What vectors may be stored as."""
 
@@ -46,8 +49,14 @@ class LoadedProgram:
     """Bytes in memory by what they are stored as."""
 
 
-def load_program(config: EngineConfig, kernels: DecoderKernels, progress: Progress) -> LoadedProgram | None:
+def load_program(
+    config: EngineConfig, kernels: DecoderKernels, progress: Progress, check_room: CheckRoom = lambda spec, kinds: None
+) -> LoadedProgram | None:
     """The model of `config`; None where it is not the plain case.
+
+    Args:
+        check_room: called when the weights are there, and before the tables of all positions are made: those of a length for which there
+            is no cache take minutes and gigabytes.
 
     Raises:
         CheckpointError, ConfigError, UnsupportedModel: the file cannot be read, or its model does not run here.
@@ -65,8 +74,9 @@ def load_program(config: EngineConfig, kernels: DecoderKernels, progress: Progre
             weights.fill(pack_rows, progress)
     except _NotPlain:
         return None
-    program = describe(spec, weights.arrays, weights.panels, config.model.max_model_len)
     kinds = added_up([*map(stored_as, weights.arrays.values()), *map(stored_as, weights.panels.values())])
+    check_room(spec, kinds)
+    program = describe(spec, weights.arrays, weights.panels, config.model.max_model_len)
     return LoadedProgram(spec, program, kinds)
 
 

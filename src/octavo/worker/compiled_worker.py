@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from octavo.attention.kinds import CacheKinds, SlidingBlocks, cache_layout
+from octavo.attention.kinds import CacheKinds, CacheLayout, SlidingBlocks, cache_layout
 from octavo.attention.native_memory import NativeCacheMemory
 from octavo.config import address_space
 from octavo.config.types import EngineConfig
 from octavo.errors import NO_MEMORY, ConfigError
 from octavo.models.program_loader import LoadedProgram, load_program
+from octavo.models.spec import ModelSpec
 from octavo.ops.cpu import decoder_kernels
 from octavo.ops.cpu.cpu_program import CpuProgram
 from octavo.ops.cpu.steps import SlotMemory
@@ -22,7 +23,17 @@ from octavo.sampling.state import SamplerState
 from octavo.worker import native_look
 from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
 from octavo.worker.host_tables import HostTables
-from octavo.worker.memory import cache_bytes, cannot_allocate, compiled_bound, cpu_budget, shape_of, size_kinds
+from octavo.worker.memory import (
+    BlockBytes,
+    Budget,
+    CacheSize,
+    cache_bytes,
+    cannot_allocate,
+    compiled_bound,
+    cpu_budget,
+    shape_of,
+    size_kinds,
+)
 from octavo.worker.native_steps import NativeSteps
 from octavo.worker.report import ready_report
 from octavo.worker.warmup import all_slots, first_steps
@@ -40,8 +51,31 @@ def compiled_worker(config: EngineConfig, progress: Callable[[str, int, int], No
     if not config.device.native_kernels:
         return None
     began = time.perf_counter()
-    loaded = load_program(config, decoder_kernels(), progress)
+
+    def check_room(spec: ModelSpec, kinds: dict[str, int]) -> None:
+        _size(config, spec, kinds)
+
+    loaded = load_program(config, decoder_kernels(), progress, check_room)
     return None if loaded is None else CompiledWorker(config, loaded, time.perf_counter() - began)
+
+
+def _layout(config: EngineConfig, spec: ModelSpec) -> CacheLayout:
+    return cache_layout(spec.layer_specs, config.model.max_model_len, 0, two_kinds=True)
+
+
+def _block_bytes(config: EngineConfig, spec: ModelSpec) -> BlockBytes:
+    layers, item_bytes = spec.layer_specs, _ITEM_BYTES[config.cache.dtype]
+    return lambda members: NativeCacheMemory.bytes_per_block(tuple(layers[i] for i in members), config.cache.block_size, item_bytes)
+
+
+def _size(config: EngineConfig, spec: ModelSpec, kinds: Mapping[str, int]) -> tuple[Budget, CacheSize]:
+    """What there is, once the weights are loaded, and how large the cache is therefore.
+
+    Raises:
+        ConfigError: there is no room for a request of the longest length.
+    """
+    budget = cpu_budget(config, sum(kinds.values()), compiled_bound(spec, config))
+    return budget, size_kinds(config, budget, _layout(config, spec), _block_bytes(config, spec))
 
 
 class CompiledWorker:
@@ -56,19 +90,14 @@ class CompiledWorker:
         self._results: deque[StepResult] = deque()
         spec, scheduler, block_size = loaded.spec, config.scheduler, config.cache.block_size
         layers = spec.layer_specs
-        layout = cache_layout(layers, config.model.max_model_len, 0, two_kinds=True)
+        layout = _layout(config, spec)
         compiled = CpuProgram(loaded.program, threads=config.device.threads, activations=config.device.activations)
         with self._phase("tables"):
             tables = HostTables.empty(scheduler.max_num_seqs, config.model.max_model_len, block_size, two_kinds=bool(layout.sliding))
             state = SamplerState(scheduler.max_num_seqs)
         with self._phase("memory"):
-            budget = cpu_budget(config, sum(loaded.kinds.values()), compiled_bound(spec, config))
-
-            def block_bytes(members: tuple[int, ...]) -> int:
-                return NativeCacheMemory.bytes_per_block(tuple(layers[i] for i in members), block_size, _ITEM_BYTES[config.cache.dtype])
-
-            size = size_kinds(config, budget, layout, block_bytes)
-            self._shape = shape_of(size, layout, block_bytes, block_size, tables.sliding_column)
+            budget, size = _size(config, spec, loaded.kinds)
+            self._shape = shape_of(size, layout, _block_bytes(config, spec), block_size, tables.sliding_column)
         with self._phase("cache"):
             second = SlidingBlocks(frozenset(layout.sliding), size.sliding_blocks) if layout.sliding else None
             try:

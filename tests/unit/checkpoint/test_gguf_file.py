@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -201,6 +202,11 @@ def tensor(name: bytes = b"t", dims: tuple[int, ...] = (32,), kind: int = 0, off
         (header(tensors=1, rest=tensor(offset=3) + bytes(256)), "not aligned"),
         (header(tensors=2, rest=tensor() + tensor(offset=256) + bytes(1024)), "twice"),
         (header(tensors=2, rest=tensor() + tensor(b"u", offset=64) + bytes(1024)), "overlaps"),
+        (header(tensors=1, rest=tensor(offset=64) + bytes(512)), r"'t' has the offset 64, but it is the first, so it must be 0"),
+        (
+            header(tensors=2, rest=tensor(kind=1) + tensor(b"u", offset=128) + bytes(1024)),
+            r"'u' has the offset 128, but tensor 't' ends at 64, so it must be 64: a type or a shape is damaged",
+        ),
         (header(values=1, rest=text(b"general.alignment") + struct.pack("<II", 4, 7) + bytes(64)), "no power of two"),
     ],
 )
@@ -325,6 +331,44 @@ def test_hf_config_refuses_what_it_cannot_translate() -> None:
     assert gguf_hf_config(metadata(), tensors)["num_hidden_layers"] == 2
     with pytest.raises(CheckpointError, match=r"block_count is 4000000, but the file has the tensors of 2 layers"):
         gguf_hf_config(metadata() | {"llama.block_count": 4_000_000}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "tensor", "message"),
+    [
+        (
+            "llama",
+            "rope.dimension_count",
+            "attn_q",
+            r"4 heads of 1073741840 values \(llama.rope.dimension_count\) need 4294967360 rows.* has 64",
+        ),
+        ("llama", "attention.key_length", "attn_q", r"4 heads of 1073741840 values \(llama.attention.key_length\)"),
+        ("llama", "embedding_length", "attn_k", r"\(llama.embedding_length / attention.head_count\).* blk.0.attn_k.weight has 64"),
+        ("phi3", "attention.key_length", "attn_qkv", r"blk.0.attn_qkv.weight has 64"),
+        ("phi2", "rope.dimension_count", "attn_q", r"phi2.rope.dimension_count is 1073741840, but a head has 16 values"),
+    ],
+)
+def test_the_size_of_a_head_is_held_against_the_tensors(arch: str, key: str, tensor: str, message: str) -> None:
+    """What is made of it is as large as it says."""
+    sound = {name.replace("llama", arch): value for name, value in metadata(general__architecture=arch).items()}
+    name = f"blk.0.{tensor}.weight"
+    tensors = {n: GgufTensor(n, "F32", (64, 64), 0, 4) for n in (name, "blk.1.attn_q.weight")}
+    assert gguf_hf_config(sound, tensors)["head_dim"] == 16
+    with pytest.raises(CheckpointError, match=message):
+        gguf_hf_config(sound | {f"{arch}.{key}": 2**30 + 16}, tensors)
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length", "attention.head_count", "vocab_size"])
+def test_a_key_that_is_missing_is_said_to_be(key: str) -> None:
+    without = metadata()
+    del without[f"llama.{key}"]
+    with pytest.raises(CheckpointError, match=rf"llama\.{re.escape(key)} is missing\. Download or convert"):
+        gguf_hf_config(without)
+
+
+def test_no_width_of_the_feed_forward_blocks_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"llama\.feed_forward_length must be at least 1, got 0"):
+        gguf_hf_config(metadata() | {"llama.feed_forward_length": 0})
 
 
 @pytest.mark.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,6 @@ def test_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_eos_that_is_none_is_said_even_where_another_file_outweighs_it(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"eos_token_id in config\.json must be a token id"):
         eos_token_ids(checkpoint_with({"eos_token_id": 2}, {"eos_token_id": value}))
+    in_gguf = dataclasses.replace(checkpoint_with({}, {"eos_token_id": value}), format="gguf")
+    with pytest.raises(CheckpointError, match=r"eos_token_id in the GGUF file's metadata \(tokenizer\.ggml\.eos_token_id\) must be"):
+        eos_token_ids(in_gguf)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.doctor import check_cpu_kernels
+from octavo.cli.doctor import check_cpu_kernels, print_report
 from octavo.config import device
 from octavo.ops.cpu import abi
 
@@ -62,12 +62,17 @@ def test_the_doctor_names_the_level_and_why(machine: Any, level: int, flags: str
     assert re.search(said, check.found), check.found
 
 
-def test_the_doctor_says_what_to_do_where_they_are_missing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_what_to_do_where_they_are_missing(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine(None)
     check = check_cpu_kernels()
     assert check.status == "warn"
     assert "_native.so cannot be loaded (wrong ELF class)" in check.found
     assert "Reinstall Octavo" in check.advice and "C++ compiler" not in check.advice
+    print_report([check])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "compiled CPU kernels are not usable" in last and "Reinstall Octavo" in last and "Everything" not in last
     machine(Library(device.NATIVE_ABI - 1, 2), ALL)
     assert "was built for another version of Octavo" in check_cpu_kernels().found
     monkeypatch.setattr(device, "_native_files", list)

@@ -173,3 +173,8 @@ def test_a_dtype_that_is_none_is_said(device: DeviceInfo) -> None:
 
 def test_ends_beyond_the_vocabulary_are_said() -> None:
     assert any("eos_token_id 900 is beyond the vocabulary (100 tokens)" in w for w in make().warnings)
+    assert any("Correct it in generation_config.json or config.json" in w for w in make().warnings)
+    config = {**LLAMA, "model_type": "llama"}
+    gguf = resolve(EngineArgs(), path="/m.gguf", name="m", hf_config=config, eos_token_ids=(900,), device=CPU)
+    said = next(w for w in gguf.warnings if "eos_token_id 900" in w)
+    assert "metadata say so (tokenizer.ggml.eos_token_id, llama.vocab_size)" in said and "config.json" not in said
