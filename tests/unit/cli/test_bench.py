@@ -8,17 +8,19 @@ import math
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo.cli import main
+from octavo.cli.bench.offline import answered
 from octavo.cli.bench.results import percentile, summary
 from octavo.cli.bench.serve import Sample, Target, drive, measure, parse_goodput, report
 from octavo.cli.bench.workload import BenchRequest, Span, dataset_requests, random_requests, span
 from octavo.cli.http_client import HttpClient
 from octavo.cli.parser import UsageError
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 from tests.support.openai_stub import MODELS, StubServer, completion_events
 
 
@@ -162,6 +164,13 @@ def test_bench_latency_end_to_end(tmp_path: Path, engine_flags: list[str]) -> No
     assert len(result["latencies"]) == 2
     assert result["p50_ttft_ms"] <= result["p50_batch_ms"]
     assert result["mean_itl_ms"] > 0
+
+
+def test_requests_that_fail_are_no_measurement() -> None:
+    fine, failed = (SimpleNamespace(outputs=[SimpleNamespace(error=e)]) for e in (None, "layer 3 is not finite"))
+    assert answered([fine, fine]) == [fine, fine]
+    with pytest.raises(OctavoError, match="1 of 2 requests failed, so nothing was measured: layer 3 is not finite"):
+        answered([fine, failed])
 
 
 def test_random_workloads_repeat_and_stay_in_range() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from octavo.cli.bench.offline import engine_of, open_llm, prompts_of, sampling_of
+from octavo.cli.bench.offline import answered, engine_of, open_llm, prompts_of, sampling_of
 from octavo.cli.bench.results import add_result_flags, latency_rows, publish, summary
 from octavo.cli.bench.workload import largest_id, random_requests, span
 from octavo.cli.flags import add_engine_settings, positive_int
@@ -36,7 +36,7 @@ def run(options: Namespace) -> int:
             # New prompts each time: the prefix cache would answer for repeated ones.
             requests = random_requests(batch, *lengths, seed=i, vocab_size=largest_id(options, llm.ready_report.vocab_size))
             start = time.perf_counter()
-            outputs = llm.generate(prompts_of(requests), sampling_of(requests, 0.0), use_tqdm=False)
+            outputs = answered(llm.generate(prompts_of(requests), sampling_of(requests, 0.0), use_tqdm=False))
             seconds = time.perf_counter() - start
             if i >= warmups:
                 batches.append(seconds)

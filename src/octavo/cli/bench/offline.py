@@ -10,6 +10,7 @@ from octavo.cli.bench.workload import BenchRequest
 from octavo.cli.flags import default_of, engine_args
 from octavo.cli.parser import Namespace
 from octavo.cli.progress import LoadingProgress
+from octavo.errors import OctavoError
 
 
 def open_llm(options: Namespace) -> Any:
@@ -39,6 +40,18 @@ def engine_of(llm: Any) -> dict[str, Any]:
 def prompts_of(requests: Sequence[BenchRequest]) -> list[Any]:
     """Requests in the form that `LLM.generate` takes."""
     return [{"prompt_token_ids": r.prompt} if isinstance(r.prompt, list) else r.prompt for r in requests]
+
+
+def answered(outputs: list[Any]) -> list[Any]:
+    """The same outputs.
+
+    Raises:
+        OctavoError: a request failed, so that nothing was measured.
+    """
+    errors = [c.error for o in outputs for c in o.outputs if c.error is not None]
+    if errors:
+        raise OctavoError(f"{len(errors)} of {len(outputs)} requests failed, so nothing was measured: {errors[0]}")
+    return outputs
 
 
 def sampling_of(requests: Sequence[BenchRequest], temperature: float) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from octavo.cli.bench.offline import engine_of, open_llm, prompts_of, sampling_of
+from octavo.cli.bench.offline import answered, engine_of, open_llm, prompts_of, sampling_of
 from octavo.cli.bench.results import add_result_flags, publish
 from octavo.cli.bench.workload import add_workload_flags, describe, workload
 from octavo.cli.flags import add_engine_settings
@@ -26,7 +26,7 @@ def run(options: Namespace) -> int:
         llm.generate(prompts[:1], sampling[:1], use_tqdm=False)  # first-use costs are not throughput
         llm.reset_prefix_cache()
         start = time.perf_counter()
-        outputs = llm.generate(prompts, sampling)
+        outputs = answered(llm.generate(prompts, sampling))
         seconds = time.perf_counter() - start
         engine = engine_of(llm)
     result = throughput(outputs, seconds)

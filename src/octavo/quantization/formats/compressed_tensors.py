@@ -211,7 +211,7 @@ def _read_integers(pieces: Pieces, scheme: Scheme) -> CodedRows:
         zeros,
         row_block=row_block,
         group=group,
-        group_of=group_index(pieces, "weight_g_idx", columns, groups, group or -1),
+        group_of=group_index(pieces, "weight_g_idx", columns, groups, group or -1, needed=scheme.order),
         activations=AS_THEY_ARE if scheme.inputs == "none" else _integer_inputs(pieces, scheme),
     )
 

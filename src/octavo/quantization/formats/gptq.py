@@ -26,6 +26,8 @@ class _Packing:
     bits: int
     group: int
     zero_offset: int
+    order: bool
+    """Inputs were rounded in another order than they come in: `g_idx` says which group each belongs to."""
 
 
 def gptq(settings: Settings) -> Format:
@@ -37,7 +39,7 @@ def gptq(settings: Settings) -> Format:
     if version not in ("gptq", "gptq_v2", "auto_gptq", "auto_round:auto_gptq"):
         raise UnsupportedModel(f"{settings.where}: checkpoint_format {version!r} is not supported. Supported: gptq, gptq_v2.")
     offset = 0 if version == "gptq_v2" else 1
-    usual = _Packing(settings.bits("bits", allowed=_BITS), settings.group_size("group_size"), offset)
+    usual = _Packing(settings.bits("bits", allowed=_BITS), settings.group_size("group_size"), offset, settings.flag("desc_act"))
     special = _by_module(settings.section("dynamic"), usual)
 
     def packing_of(module: str) -> _Packing:
@@ -69,12 +71,14 @@ def _by_module(dynamic: Settings, usual: _Packing) -> list[tuple[re.Pattern[str]
             continue
         if not isinstance(values, Mapping):
             raise dynamic.fail(key, "an object")
-        own = Settings({"bits": usual.bits, "group_size": usual.group, **values}, f"{dynamic.where}: {key}")
+        own = Settings({"bits": usual.bits, "group_size": usual.group, "desc_act": usual.order, **values}, f"{dynamic.where}: {key}")
         try:
             pattern = re.compile(key.removeprefix("+:"))
         except re.error as e:
             raise CheckpointError(f"{dynamic.where}: {key!r} is not a pattern: {e}.") from None
-        found.append((pattern, _Packing(own.bits("bits", allowed=_BITS), own.group_size("group_size"), usual.zero_offset)))
+        found.append(
+            (pattern, _Packing(own.bits("bits", allowed=_BITS), own.group_size("group_size"), usual.zero_offset, own.flag("desc_act")))
+        )
     return found
 
 
@@ -95,13 +99,17 @@ def _read(pieces: Pieces, packing: _Packing) -> CodedRows:
         scales.T.contiguous(),
         zeros.T.contiguous(),
         group=0 if packing.group == -1 else packing.group,
-        group_of=group_index(pieces, "g_idx", columns, groups, packing.group),
+        group_of=group_index(pieces, "g_idx", columns, groups, packing.group, needed=packing.order),
     )
 
 
-def group_index(pieces: Pieces, name: str, columns: int, groups: int, group: int) -> torch.Tensor | None:
-    """The group of each input; None where they follow one another anyway."""
-    if name not in pieces:
+def group_index(pieces: Pieces, name: str, columns: int, groups: int, group: int, *, needed: bool) -> torch.Tensor | None:
+    """The group of each input; None where they follow one another anyway.
+
+    Args:
+        needed: the config says that they do not, or may not.
+    """
+    if name not in pieces and (groups == 1 or not needed):
         return None
     index = pieces.shaped(name, torch.int32, torch.int64, shape=(columns,)).long()
     if bool((index < 0).any()) or bool((index >= groups).any()):

@@ -41,7 +41,7 @@ def _read(pieces: Pieces, bits: int) -> CodedRows:
 
 def _outliers(pieces: Pieces, rows: int, columns: int) -> Outliers | None:
     found = []
-    if "vals" in pieces and pieces.any("vals").numel():
+    if any(name in pieces for name in ("rows", "cols", "vals")) and pieces.any("vals").numel():
         values = pieces.scales("vals")
         begins = pieces.shaped("rows", torch.int32, torch.int64, shape=(rows + 1,)).long()
         inputs = pieces.shaped("cols", torch.int32, torch.int64, shape=tuple(values.shape)).long()
@@ -52,7 +52,7 @@ def _outliers(pieces: Pieces, rows: int, columns: int) -> Outliers | None:
             raise pieces.fail("cols", f"numbers from 0 to {columns - 1}")
         outputs = torch.arange(rows, device=values.device).repeat_interleave(counts)
         found.append((outputs, inputs, values.float()))
-    if "full_rows" in pieces and pieces.any("full_rows").numel():
+    if any(name in pieces for name in ("full_rows", "full_row_indices")) and pieces.any("full_rows").numel():
         # Whole outputs kept dense, side by side: those with most outliers.
         full = pieces.finite("full_rows", pieces.of("full_rows", *FLOATS, dims=2)).float()
         if full.shape[0] != columns:
