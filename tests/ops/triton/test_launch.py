@@ -59,4 +59,5 @@ def test_products_of_one_row_fill_sms_where_most_weights_are_low_bit(monkeypatch
     assert not fills(2, 1)  # the kernels do not run here
     monkeypatch.setattr(low_bit_module, "architecture", lambda device: "sm_90a")
     monkeypatch.setattr(low_bit_module.cuda, "prepare", lambda *_: None)
+    monkeypatch.setattr(low_bit_module.compiled, "prepare", lambda *_: None)
     assert fills(2, 1) and not fills(1, 1)
