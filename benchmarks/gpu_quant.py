@@ -102,7 +102,7 @@ def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning | 
     tunings = list(grid(form, columns, inner, rows))
     for tuning in tunings:
         if isinstance(tuning, ordered.Ordered):
-            compiled.prepare(ordered.Program(form, tuning), DEVICE)
+            compiled.prepare(cuda.Program(form, tuning), DEVICE)
         else:
             cuda.prepare(form, tuning, inner, DEVICE)
 

@@ -99,7 +99,7 @@ def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Fo
 def emulate_ordered(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: ordered.Ordered) -> torch.Tensor:
     """As `octavo.ops.cuda.ordered.multiply`."""
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
-    run = emulated(ordered.source(form, tuning, MACHINE.read_text()), tuning.name, 2)
+    run = emulated(source(form, tuning, 0, MACHINE.read_text()), tuning.name, 2)
     packed = arguments(x, None, weight, low_bit_layout(weight), bias, out, None)
     sms = (_SMS if tuning.cluster == 1 else 64) * tuning.cluster
     run(packed, *ordered.boxes_of(x, weight, form, tuning), *ordered.grid_of(len(x), weight.out_features, tuning, sms))

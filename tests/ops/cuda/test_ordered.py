@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from octavo.ops.coded import dequantize
-from octavo.ops.cuda.low_bit import Stream, form_of
+from octavo.ops.cuda.low_bit import Program, Stream, form_of
 from octavo.ops.cuda.low_bit import choice as low_bit_choice
-from octavo.ops.cuda.ordered import Ordered, Program, choice, multiply, ordered, takes
+from octavo.ops.cuda.ordered import Ordered, choice, multiply, ordered, takes
 from octavo.ops.packed import Int4Weight
 from octavo.ops.reference.low_bit import in_order, out_of_order, unpack
 from octavo.ops.triton.launch import sm_count

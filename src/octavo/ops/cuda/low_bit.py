@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -100,6 +101,35 @@ _STRIPS_AHEAD = 4
 """Of which `stream` has scales copied."""
 
 
+class AnyTuning(Protocol):
+    """What a kernel is made for, besides the form of its weight."""
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+
+    @property
+    def source(self) -> str:
+        """The file."""
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster; 1: there are none."""
+
+    def shared_bytes(self, form: Form, inner: int) -> int:
+        """Of a block."""
+
+    def definitions(self, form: Form, inner: int) -> dict[str, int]:
+        """What the file wants to know."""
+
+    def products(self, form: Form) -> str:
+        """Functions of tensor cores that the file calls, and `simt.h` does not have."""
+
+
 @dataclass(frozen=True)
 class Stream:
     """Tuning of `stream`."""
@@ -115,7 +145,7 @@ class Stream:
     blocks: int = 1
     """At a time on an SM."""
 
-    name, source = "low_bit_stream", "stream.cu"
+    name, source, cluster = "low_bit_stream", "stream.cu", 1
 
     @property
     def rows(self) -> int:
@@ -142,6 +172,10 @@ class Stream:
         numbers = {"TILES": self.tiles, "WARPS": self.warps, "SPLIT": self.split, "STAGES": self.stages, "STRIPS_AHEAD": _STRIPS_AHEAD}
         return numbers | {"PER_WARP": self.per_warp(form, inner), "INTEGERS": int(form.integers), "WARPGROUP": 0}
 
+    def products(self, form: Form) -> str:
+        del form
+        return ""
+
 
 SHARED_BYTES = 227 << 10
 """That a block can have."""
@@ -158,7 +192,7 @@ class Inputs:
     integers: bool
     """x becomes integers of 16 bits."""
 
-    name, source = "low_bit_inputs", "inputs.cu"
+    name, source, cluster = "low_bit_inputs", "inputs.cu", 1
     threads = 512
 
     @property
@@ -179,6 +213,10 @@ class Inputs:
         numbers = {"ROWS": self.rows, "PASS": self.rows_a_pass, "INTEGERS": int(self.integers), "WARPGROUP": 1}
         return numbers | {"HELD": -(-inner // (8 * self.threads))}
 
+    def products(self, form: Form) -> str:
+        del form
+        return ""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -195,7 +233,7 @@ class Tiles:
     integers: bool = True
     """Codes that are integers are multiplied as such."""
 
-    name, source = "low_bit_tiles", "tiles.cu"
+    name, source, cluster = "low_bit_tiles", "tiles.cu", 1
 
     @property
     def inputs(self) -> Inputs:
@@ -230,6 +268,9 @@ class Tiles:
     def definitions(self, form: Form, inner: int) -> dict[str, int]:
         numbers = {"WARPGROUPS": self.warpgroups, "STAGES": self.stages, "BLOCKS": self.blocks}
         return numbers | self.inputs.definitions(form, inner)
+
+    def products(self, form: Form) -> str:
+        return warpgroup_mma(self.inputs.rows_a_pass, half=form.half, integers=self.integers)
 
 
 def _up(number: int, step: int) -> int:
@@ -328,7 +369,7 @@ def _index(dtype: torch.dtype) -> int | None:
     return _TYPES.index(dtype) if dtype in _TYPES else None
 
 
-def source(form: Form, tuning: Tuning | Inputs, inner: int, machine: str) -> str:
+def source(form: Form, tuning: AnyTuning, inner: int, machine: str) -> str:
     """The program of one kernel; `machine` is the text of `simt.h`."""
     definitions = form.definitions() | tuning.definitions(form, inner)
     lines = [f"#define {name} {value}" for name, value in definitions.items()]
@@ -340,8 +381,8 @@ class Program:
     """A kernel for a weight of a form, tuned so."""
 
     form: Form
-    tuning: Tuning | Inputs
-    inner: int
+    tuning: AnyTuning
+    inner: int = 0
     """Inner elements, where the kernel is made for their number; else 0."""
 
     @classmethod
@@ -353,8 +394,6 @@ class Program:
         """That puts x in order. What does not matter to it is left out of the form, so that as many weights as may be share it."""
         form = dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False)
         return cls(form, tuning.inputs, inner)
-
-    cluster = 1
 
     @property
     def name(self) -> str:
@@ -368,11 +407,13 @@ class Program:
     def shared_bytes(self) -> int:
         return self.tuning.shared_bytes(self.form, self.inner)
 
+    @property
+    def cluster(self) -> int:
+        return self.tuning.cluster
+
     def device_source(self) -> str:
-        machine, tuning = (SOURCES / "simt.h").read_text(), self.tuning
-        if isinstance(tuning, Tiles):
-            machine += warpgroup_mma(tuning.inputs.rows_a_pass, half=self.form.half, integers=tuning.integers)
-        return source(self.form, tuning, self.inner, machine)
+        machine = (SOURCES / "simt.h").read_text() + self.tuning.products(self.form)
+        return source(self.form, self.tuning, self.inner, machine)
 
 
 def warpgroup_mma(rows: int, *, half: bool, integers: bool) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from octavo.ops.cuda.compiled import kernel
 from octavo.ops.cuda.launch import Boxes, tensor_map
-from octavo.ops.cuda.low_bit import SHARED_BYTES, SOURCES, STAGE_INNER, Form, arguments, warpgroup_mma
+from octavo.ops.cuda.low_bit import SHARED_BYTES, STAGE_INNER, Form, Program, arguments, warpgroup_mma
 from octavo.ops.packed import Int4Weight
 from octavo.ops.reference.low_bit import in_order
 from octavo.ops.triton.launch import sm_count
@@ -40,7 +40,7 @@ class Ordered:
     cluster: int
     """Blocks that share the inner dimension."""
 
-    name = "low_bit_ordered"
+    name, source = "low_bit_ordered", "ordered.cu"
 
     @property
     def columns(self) -> int:
@@ -74,10 +74,12 @@ class Ordered:
     def stages(self, form: Form) -> int:
         return min(8, (SHARED_BYTES - self.parts_bytes) // (self.stage_bytes(form) + 16))
 
-    def shared_bytes(self, form: Form) -> int:
+    def shared_bytes(self, form: Form, inner: int = 0) -> int:
+        del inner
         return self.stages(form) * (self.stage_bytes(form) + 16) + self.parts_bytes
 
-    def definitions(self, form: Form) -> dict[str, int]:
+    def definitions(self, form: Form, inner: int = 0) -> dict[str, int]:
+        del inner
         return {
             "ROWS": self.rows,
             "PASS": self.rows,
@@ -89,6 +91,9 @@ class Ordered:
             "INTEGERS": 0,
             "WARPGROUP": 1,
         }
+
+    def products(self, form: Form) -> str:
+        return warpgroup_mma(self.rows, half=form.half, integers=False)
 
 
 def takes(form: Form) -> bool:
@@ -137,41 +142,6 @@ _BYTES_A_CYCLE = 34.0
 _JOIN_COST = {1: 0.0, 2: 4500.0}
 """Cycles that clusters of so many blocks take longer to start, to meet and to add up their parts. Larger ones take twice as long as
 all else: they wait for as many free SMs side by side."""
-
-
-def source(form: Form, tuning: Ordered, machine: str) -> str:
-    """The program; `machine` is the text of `simt.h`."""
-    definitions = form.definitions() | tuning.definitions(form)
-    lines = [f"#define {name} {value}" for name, value in definitions.items()]
-    return "\n".join([*lines, machine, (SOURCES / "low_bit.h").read_text(), (SOURCES / "ordered.cu").read_text()])
-
-
-@dataclass(frozen=True)
-class Program:
-    """The kernel for a weight of a form, tuned so."""
-
-    form: Form
-    tuning: Ordered
-
-    @property
-    def name(self) -> str:
-        return self.tuning.name
-
-    @property
-    def threads(self) -> int:
-        return self.tuning.threads
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.tuning.shared_bytes(self.form)
-
-    @property
-    def cluster(self) -> int:
-        return self.tuning.cluster
-
-    def device_source(self) -> str:
-        machine = (SOURCES / "simt.h").read_text() + warpgroup_mma(self.tuning.rows, half=self.form.half, integers=False)
-        return source(self.form, self.tuning, machine)
 
 
 def boxes_of(x: torch.Tensor, weight: LowBit, form: Form, tuning: Ordered) -> tuple[Boxes, Boxes]:

@@ -121,7 +121,7 @@ class LowBitLinear:
             if form is None or native is None:
                 continue
             if isinstance(native, ordered.Ordered):
-                compiled.prepare(ordered.Program(form, native), device)
+                compiled.prepare(cuda.Program(form, native), device)
             else:
                 cuda.prepare(form, native, layout.inner, device)
                 self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
