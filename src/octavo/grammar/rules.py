@@ -169,19 +169,13 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _QUOTE = re.compile(r" \d+ \| ")
 
 
-def without_quotes(problem: str) -> str:
-    """What the engine says of a grammar, without the place and the lines around it: for one that the user did not write."""
-    said = _QUOTE.split(problem, maxsplit=1)[0]
-    place = _PLACE.match(said)
-    return said if place is None else said[place.end() :]
-
-
 def in_gbnf(problem: str, given: str, converted: str) -> str:
     """What the engine says of a grammar that was converted, about the one that was given: it names a place that the user never saw."""
-    said = without_quotes(problem)
-    place = _PLACE.match(problem)
+    said = _QUOTE.split(problem, maxsplit=1)[0]
+    place = _PLACE.match(said)
     if place is None:
         return said
+    said = said[place.end() :]
     theirs, ours = list(_GBNF_RULE.finditer(given)), list(_LARK_RULE.finditer(converted))
     before = [rule for rule in ours if converted.count("\n", 0, rule.start()) < int(place.group(1))]
     if len(theirs) != len(ours) or not before:

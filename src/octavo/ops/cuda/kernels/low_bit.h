@@ -237,6 +237,18 @@ INLINE int inner_of(int quarter) {
 }
 INLINE int inner_offset(int step) { return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : step * 4; }
 
+// By all threads: barriers of a ring of stages, which `copiers` threads have filled and `readers` warps read.
+INLINE void open_ring(u32 full, u32 empty, int stages, int copiers, int readers) {
+  if (thread_id() == 0) {
+    for (int i = 0; i < stages; i++) {
+      set_barrier(full + 8 * i, copiers);
+      set_barrier(empty + 8 * i, readers);
+    }
+    publish_barriers();
+  }
+  block_barrier();
+}
+
 INLINE void store_out(const Args& p, int m, int n, float value) {
 #if BIAS
   u16 bias = ((const u16*)p.bias)[n];

@@ -210,14 +210,7 @@ KERNEL_TOGETHER(low_bit_ordered, CONSUMERS + 128, 1)(Args p, CONSTANT_MAP x, CON
   SHARED_BYTES(shared);
   const int lane = thread_id() & 31, warp = thread_id() >> 5;
   const u32 ring = shared_address(shared), full = ring + STAGES * STAGE_BYTES + PARTS_BYTES, empty = full + 8 * STAGES;
-  if (thread_id() == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      set_barrier(full + 8 * i, COPIERS);
-      set_barrier(empty + 8 * i, CONSUMERS / 32);
-    }
-    publish_barriers();
-  }
-  block_barrier();
+  open_ring(full, empty, STAGES, COPIERS, CONSUMERS / 32);
   if (warp >= CONSUMERS / 32) {
     leave_registers<24>();
     if (lane > 0) return;

@@ -254,14 +254,7 @@ KERNEL_TOGETHER(low_bit_tiles, CONSUMERS + 128, BLOCKS)(Args p, CONSTANT_MAP map
   const int lane = thread_id() & 31, warp = thread_id() >> 5;
   const u32 ring = shared_address(shared), full = ring + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
   const Share s = share_of(p);
-  if (thread_id() == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      set_barrier(full + 8 * i, COPIERS);
-      set_barrier(empty + 8 * i, CONSUMERS / 32);
-    }
-    publish_barriers();
-  }
-  block_barrier();
+  open_ring(full, empty, STAGES, COPIERS, CONSUMERS / 32);
   if (warp >= CONSUMERS / 32) {
     leave_registers<24>();
     if (lane > 0) return;
