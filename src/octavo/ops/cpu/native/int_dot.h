@@ -88,22 +88,17 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
     }
 }
 
-template <int T, bool Q4, int FROM, int TO, class Weights>
-INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
-#pragma GCC unroll 8
-    for (int quad = FROM; quad < TO; quad++) {
-        __m512i w[1];
-        weights.bytes(quad, w);
-        for (int t = 0; t < T; t++)
-            d.sum[t] = _mm512_dpbusd_epi32(d.sum[t], w[0], _mm512_set1_epi32(four_bytes(x + t * GROUP + 4 * quad)));
-    }
-}
-
 template <int T, bool Q4, class Weights>
 INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
     __m512i w[1];
     weights.bytes(quad, w);
     for (int t = 0; t < T; t++) d.sum[t] = _mm512_dpbusd_epi32(d.sum[t], w[0], _mm512_set1_epi32(four_bytes(x + t * GROUP)));
+}
+
+template <int T, bool Q4, int FROM, int TO, class Weights>
+INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = FROM; quad < TO; quad++) add_four<T, Q4>(weights, quad, x + 4 * quad, d);
 }
 
 #elif defined(__AVX2__)
@@ -341,19 +336,6 @@ INLINE void add_16(const Weights& weights, const int16_t* x, Dots<T>& d) {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-template <int T, bool Q4, int FROM, int TO, class Weights>
-INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
-#pragma GCC unroll 8
-    for (int quad = FROM; quad < TO; quad++) {
-        int8x16_t w[4];
-        weights.bytes(quad, w);
-        for (int t = 0; t < T; t++) {
-            const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP + 4 * quad)));
-            for (int i = 0; i < 4; i++) d.sum[t][i] = vdotq_s32(d.sum[t][i], w[i], b);
-        }
-    }
-}
-
 template <int T, bool Q4, class Weights>
 INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>& d) {
     int8x16_t w[4];
@@ -362,6 +344,12 @@ INLINE void add_four(const Weights& weights, int quad, const int8_t* x, Dots<T>&
         const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four_bytes(x + t * GROUP)));
         for (int i = 0; i < 4; i++) d.sum[t][i] = vdotq_s32(d.sum[t][i], w[i], b);
     }
+}
+
+template <int T, bool Q4, int FROM, int TO, class Weights>
+INLINE void add_8(const Weights& weights, const int8_t* x, Dots<T>& d) {
+#pragma GCC unroll 8
+    for (int quad = FROM; quad < TO; quad++) add_four<T, Q4>(weights, quad, x + 4 * quad, d);
 }
 
 #else
