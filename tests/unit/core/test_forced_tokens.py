@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from octavo.protocol.engine import FinishReason, Vocabulary
+from octavo.protocol.engine import FinishReason
 from octavo.protocol.params import OutputConstraint
 from tests.support.core_engine import EOS, Engine
-from tests.support.fake_worker import FakeWorker
+from tests.support.letters import LETTERS, VOCABULARY, assert_same_sequences, run
 
-LETTERS = [b"", b"", *(bytes([ord("a") + i]) for i in range(26)), *(b"" for _ in range(22))]
-VOCABULARY = Vocabulary(LETTERS, [EOS], [EOS])
 WORDS = OutputConstraint(grammar='start: ("hello" /[a-z]/ "world" /[k-t]/){8} "end"')
 """Five tokens that are decided, one that is not, and so on."""
 
@@ -21,30 +19,11 @@ def text(tokens: list[int]) -> str:
     return b"".join(LETTERS[token] for token in tokens if token != EOS).decode()
 
 
-def run(forces: bool, requests: dict[str, dict[str, Any]], num_blocks: int = 64, **options: Any) -> tuple[dict[tuple[str, int], Any], int]:
-    """What each sequence got, and the number of steps."""
-    engine = Engine(FakeWorker(num_blocks=num_blocks), **options)
-    engine.core.settler.forces = forces
-    engine.worker.obeys = True
-    engine.core.set_vocabulary(VOCABULARY)
-    for name, params in requests.items():
-        engine.add(name, params.pop("prompt", [3, 4, 5]), **params)
-    engine.run()
-    engine.check_idle()
-    assert not engine.worker.violations
-    return engine.seen, len(engine.worker.plans)
-
-
 def same(make: Any, **options: Any) -> tuple[int, int]:
     """Compare both ways; returns the steps that each took."""
-    plain, many = run(False, make(), **options)
-    forced, few = run(True, make(), **options)
-    assert plain.keys() == forced.keys()
-    for key, one in plain.items():
-        other = forced[key]
-        assert (one.tokens, one.reason, one.stop_reason, one.error) == (other.tokens, other.reason, other.stop_reason, other.error)
-        assert other.ends == 1
-    return many, few
+    plain, forced = run(make(), forces=False, **options), run(make(), **options)
+    assert_same_sequences(plain, forced)
+    return len(plain.worker.plans), len(forced.worker.plans)
 
 
 @pytest.mark.parametrize("inflight", [0, 1, 2])
@@ -83,14 +62,15 @@ def test_among_others_with_little_memory(inflight: int, num_blocks: int) -> None
 
 
 def test_a_whole_text_that_is_decided() -> None:
-    seen, steps = run(True, {"a": {"max_tokens": 30, "constraint": OutputConstraint(grammar='start: "abcdefgh"')}})
+    engine = run({"a": {"max_tokens": 30, "constraint": OutputConstraint(grammar='start: "abcdefgh"')}})
+    seen = engine.seen
     assert text(seen["a", 0].tokens) == "abcdefgh"
     assert seen["a", 0].reason is FinishReason.STOP
-    assert steps == 2  # the first letter, and the end
+    assert len(engine.worker.plans) == 2  # the first letter, and the end
 
 
 def test_logprobs_need_every_token_sampled() -> None:
-    seen, _ = run(True, {"a": {"max_tokens": 8, "logprobs": 1, "constraint": WORDS}})
+    seen = run({"a": {"max_tokens": 8, "logprobs": 1, "constraint": WORDS}}).seen
     assert len(seen["a", 0].logprobs) == len(seen["a", 0].tokens) == 8
 
 

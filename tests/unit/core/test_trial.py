@@ -10,39 +10,20 @@ import pytest
 from octavo.core.constraint import Constraint
 from octavo.core.mask_turns import SLOW_SECONDS
 from octavo.core.trial import MaskTrial
-from octavo.protocol.engine import FinishReason, Vocabulary
+from octavo.protocol.engine import FinishReason
 from octavo.protocol.params import OutputConstraint
-from tests.support.core_engine import EOS, Engine
-from tests.support.fake_worker import FakeWorker
+from tests.support.core_engine import Engine
+from tests.support.letters import assert_same_sequences, run
 
-LETTERS = [b"", b"", *(bytes([ord("a") + i]) for i in range(26)), *(b"" for _ in range(22))]
-VOCABULARY = Vocabulary(LETTERS, [EOS], [EOS])
 MIXED = OutputConstraint(grammar='start: ("hello" /[a-z]/ "w" /[k-t]/){6} "end"?')
 LOOSE = OutputConstraint(grammar="start: /[a-y]*/")
 TURNS = OutputConstraint(grammar="start: (/[a-q]/ /[g-y]/){30}")
 LONG = OutputConstraint(grammar="start: /[a-y]{60}/")
 
 
-def run(tries: bool, requests: dict[str, dict[str, Any]], num_blocks: int = 64, forces: bool = True, **options: Any) -> Engine:
-    engine = Engine(FakeWorker(num_blocks=num_blocks, tries=tries), **options)
-    engine.core.settler.forces = forces
-    engine.worker.obeys = True
-    engine.core.set_vocabulary(VOCABULARY)
-    for name, params in requests.items():
-        engine.add(name, params.pop("prompt", [3, 4, 5]), **params)
-    engine.run()
-    engine.check_idle()
-    assert not engine.worker.violations
-    return engine
-
-
 def same(make: Any, **options: Any) -> Engine:
-    masked, tried = run(False, make(), **options), run(True, make(), **options)
-    assert masked.seen.keys() == tried.seen.keys()
-    for key, one in masked.seen.items():
-        other = tried.seen[key]
-        assert (one.tokens, one.reason, one.stop_reason, one.error) == (other.tokens, other.reason, other.stop_reason, other.error)
-        assert other.ends == 1
+    masked, tried = run(make(), **options), run(make(), tries=True, **options)
+    assert_same_sequences(masked, tried)
     assert not any(plan.trial for plan in masked.worker.plans)
     return tried
 
@@ -74,7 +55,7 @@ def test_among_others_with_little_memory(num_blocks: int) -> None:
 def test_a_grammar_that_runs_dead_ends_its_request_alone() -> None:
     dead = OutputConstraint(grammar='start: "ab" /[b&&[^b]]/ | "ac" DEAD\nDEAD: /[a-c]/ & /[d-f]/', field="guided_grammar")
     requests = {"dead": {"max_tokens": 20, "constraint": dead}, "good": {"seed": 3, "max_tokens": 12, "constraint": LONG}}
-    tried = run(True, {name: dict(params) for name, params in requests.items()}, forces=False)
+    tried = run({name: dict(params) for name, params in requests.items()}, tries=True, forces=False)
     assert tried.seen["dead", 0].reason is FinishReason.ERROR
     assert len(tried.tokens("good")) == 12
 
