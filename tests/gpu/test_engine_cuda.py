@@ -19,7 +19,7 @@ from octavo.config.args import EngineArgs
 from octavo.engine.build import build_server_engine
 from octavo.errors import ConfigError
 from octavo.frontend.launch import prepare_launch
-from octavo.protocol.engine import NewRequest
+from octavo.protocol.engine import EngineReady, NewRequest
 from octavo.protocol.step import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -266,6 +266,37 @@ def test_what_another_process_holds_is_left_to_it(folder: str) -> None:
             assert generated(llm, params()[:40])
     finally:
         other.stdin.close()
+        other.wait()
+
+
+CHURN = """
+import random, torch
+print("ready", flush=True)
+while True:
+    held = [torch.empty(random.randrange(1, 1 << 31), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del held
+    torch.cuda.empty_cache()
+"""
+
+
+def test_what_is_measured_does_not_depend_on_what_others_allocate_meanwhile(folder: str) -> None:
+    def report() -> EngineReady:
+        with LLM(folder, dtype="float16", **SETTINGS) as llm:
+            return llm.ready_report
+
+    alone = report()
+    other = subprocess.Popen([sys.executable, "-c", CHURN], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        for _ in range(3):
+            beside = report()
+            assert other.poll() is None, "it is still at it"
+            assert (beside.weights_bytes, beside.total_bytes) == (alone.weights_bytes, alone.total_bytes)
+            assert abs(beside.activation_bytes - alone.activation_bytes) <= 8 << 20, "fragments of the pool"
+            assert abs(beside.cache_bytes - alone.cache_bytes) <= 1100 << 20, "the driver's part of all processes, up to 1 GiB"
+    finally:
+        other.kill()
         other.wait()
 
 

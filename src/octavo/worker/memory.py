@@ -7,7 +7,7 @@ allocator. On a CPU that would take seconds to find out little, so its need is b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,9 @@ ADDRESS_GROWTH = 192 * 2**20
 and what that keeps, threads, Python's heap."""
 CONTEXT_BYTES = 2**30
 """What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
+DRIVER_BYTES_A_LAYER = 32 << 10
+"""What the driver keeps for a layer of a captured step. On an H200 0.8 MiB for 28 layers; were it ten times as much elsewhere, that would
+still be less than `HEADROOM`."""
 HEADROOM = 0.01
 """Of a GPU's memory, left free in any case: other processes may want a little more, and fragments are not worth a crash."""
 LARGEST_TILES_BYTES = 192 * 2**20
@@ -64,9 +67,23 @@ class GraphMemory:
     """What captured graphs keep, in bytes."""
 
     shared: int
-    """The largest graph, with the pool that all share."""
+    """The largest graphs, with the pool that all share."""
     others: int
     """All the others, beyond that."""
+
+    @classmethod
+    def of(cls, reserved: Sequence[int], layers: int, largest: int, others: int) -> GraphMemory:
+        """By what this process's allocator has reserved for the graphs' pool. What is gone from the card would say more, but also what
+        other processes have allocated and freed meanwhile.
+
+        Args:
+            reserved: bytes before the largest graphs were captured, after that, and after another one.
+            layers: of the model.
+            largest, others: how many graphs there will be.
+        """
+        before, after, with_another = reserved
+        driver = layers * DRIVER_BYTES_A_LAYER
+        return cls(max(0, after - before) + largest * driver, (max(0, with_another - after) + driver) * others)
 
 
 @dataclass(frozen=True)

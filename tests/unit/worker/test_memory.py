@@ -25,6 +25,14 @@ def on_gpu(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, device=dataclasses.replace(config.device, kind="cuda"))
 
 
+def test_graphs_are_counted_by_what_this_process_has_reserved() -> None:
+    driver = 28 * memory.DRIVER_BYTES_A_LAYER
+    found = GraphMemory.of([1000 * MIB, 1400 * MIB, 1402 * MIB], 28, 2, 60)
+    assert found == GraphMemory(400 * MIB + 2 * driver, 60 * (2 * MIB + driver))
+    assert GraphMemory.of([1000 * MIB, 1000 * MIB, 998 * MIB], 28, 2, 60) == GraphMemory(2 * driver, 60 * driver)
+    assert 70 * 10 * driver < memory.HEADROOM * 80 * 2**30
+
+
 def test_gpu_takes_all_that_is_left() -> None:
     config = on_gpu(engine_config(num_blocks=None, max_model_len=128, block_size=16))
     assert size_cache(config, budget(500 * MIB + 5), BLOCK_BYTES) == memory.CacheSize(500, 128)
