@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ OLDEST = (8, 0)
 """Compute capability."""
 REPLAYS = 20
 POLL_SECONDS = 0.001
-FREE_SECONDS = 2.0
+FREE_SECONDS = 5.0
+"""For the end of a sum that hangs; on a GPU that is shared, turns take a while."""
 
 
 class SymmetricSums:
@@ -63,6 +64,8 @@ class SymmetricSums:
         self._views: dict[torch.dtype, torch.Tensor] = {}
         """The buffer, as numbers of each type."""
         self._handle: Any = None
+        self._side: torch.cuda.Stream | None = None
+        """For what must not wait behind a sum."""
 
     @property
     def described(self) -> str:
@@ -99,7 +102,17 @@ class SymmetricSums:
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._handle = symmetric.rendezvous(buffer, self._group)
         self._views = {dtype: buffer.view(dtype) for dtype in DTYPES}
+        # What would end a sum that hangs runs once on memory of no meaning: loading a kernel may wait for those that run, which wait for it.
+        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._side):
+            _satisfy(torch.empty_like(self._pad(self._rank)), [torch.empty_like(self._pad(self._rank))])
+            self._side.synchronize()
         return None
+
+    def _pad(self, rank: int) -> torch.Tensor:
+        """Where the others signal to a rank, int32."""
+        pad: torch.Tensor = self._handle.get_signal_pad(rank).view(torch.int32)
+        return pad
 
     def test(self, seconds: float) -> str | None:
         """See `Candidate.test`."""
@@ -160,22 +173,16 @@ class SymmetricSums:
             ConfigError: it does not end. The GPU cannot be used by this process any more.
         """
         words = f"a sum did not end within {seconds:g} s"
-        # A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own. It gets what it waits for.
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         deadline = time.monotonic() + FREE_SECONDS
-        with torch.cuda.stream(side):
-            own, *others = (
-                self._handle.get_signal_pad((self._rank + further) % self._size).view(torch.int32) for further in range(self._size)
-            )
+        assert self._side is not None
+        with torch.cuda.stream(self._side):
+            own, *others = (self._pad((self._rank + further) % self._size) for further in range(self._size))
             while not event.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() > deadline:
+                _satisfy(own, others)
+                if not self._done(deadline) or time.monotonic() > deadline:
                     raise ConfigError(f"Symmetric memory: {words}, and cannot be ended. Start again with --disable-custom-all-reduce.")
-                own.fill_(1)
-                for pad in others:
-                    pad.zero_()
-                side.synchronize()
         return words
 
     def close(self) -> None:
@@ -209,6 +216,13 @@ def choose(limits: Limits | None, nbytes: int, dtype: torch.dtype, ranks: int) -
     if nbytes <= limits.one_shot:
         return "one_shot"
     return "two_shot" if nbytes <= limits.two_shot and nbytes % (ALIGNMENT * ranks) == 0 else None
+
+
+def _satisfy(own: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own: give it what it waits for."""
+    own.fill_(1)
+    for pad in others:
+        pad.zero_()
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor, ranks: int) -> str | None:
