@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 LLAMA_CPP_PYTHON ?=
 OPENVINO_PYTHON ?=
 GPU_PYTHON ?= python3
-GPU_JOBS ?= 6
+GPU_JOBS ?= $(shell n=$$(($$(nproc 2>/dev/null || echo 8) / 2)); echo $$((n < 1 ? 1 : n > 8 ? 8 : n)))
 GPU_SITE := .gpu
 GPU_NEEDS := msgspec pyzmq gguf pytest-xdist execnet
 
@@ -99,11 +99,11 @@ gpu-site:
 		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps $(GPU_NEEDS)
 
 # Tests that want all of a GPU's memory come first. Then GPU_JOBS processes share it, or one has it, where pytest-xdist is not there.
-# 5: ARGS leave no test.
+# They share the cores too: without a limit, torch takes all of them for each. 5: ARGS leave no test.
 gpu-test: GPU_SPREAD = $(shell PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import xdist" 2>/dev/null && echo --numprocesses=$(GPU_JOBS) --dist=worksteal)
 gpu-test: gpu-site
 	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m alone $(ARGS) || [ $$? -eq 5 ]
-	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" $(GPU_SPREAD) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-4} PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" $(GPU_SPREAD) $(ARGS)
 
 gpu-bench: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py

@@ -105,14 +105,14 @@ class SymmetricSums:
         # What would end a sum that hangs runs once on memory of no meaning: loading a kernel may wait for those that run, which wait for it.
         self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._side):
-            _satisfy(torch.empty_like(self._pad(self._rank)), [torch.empty_like(self._pad(self._rank))])
+            satisfy([torch.empty_like(self._pad(rank)) for rank in range(self._size)], self._rank)
             self._side.synchronize()
         return None
 
     def _pad(self, rank: int) -> torch.Tensor:
-        """Where the others signal to a rank, int32."""
+        """Where ranks signal to one: [blocks, from which rank] int32."""
         pad: torch.Tensor = self._handle.get_signal_pad(rank).view(torch.int32)
-        return pad
+        return pad[: len(pad) // self._size * self._size].view(-1, self._size)
 
     def test(self, seconds: float) -> str | None:
         """See `Candidate.test`."""
@@ -178,9 +178,9 @@ class SymmetricSums:
         deadline = time.monotonic() + FREE_SECONDS
         assert self._side is not None
         with torch.cuda.stream(self._side):
-            own, *others = (self._pad((self._rank + further) % self._size) for further in range(self._size))
+            pads = [self._pad(rank) for rank in range(self._size)]
             while not event.query():  # type: ignore[no-untyped-call]
-                _satisfy(own, others)
+                satisfy(pads, self._rank)
                 if not self._done(deadline) or time.monotonic() > deadline:
                     raise ConfigError(f"Symmetric memory: {words}, and cannot be ended. Start again with --disable-custom-all-reduce.")
         return words
@@ -218,11 +218,19 @@ def choose(limits: Limits | None, nbytes: int, dtype: torch.dtype, ranks: int) -
     return "two_shot" if nbytes <= limits.two_shot and nbytes % (ALIGNMENT * ranks) == 0 else None
 
 
-def _satisfy(own: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-    """A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own: give it what it waits for."""
-    own.fill_(1)
-    for pad in others:
-        pad.zero_()
+def satisfy(pads: Sequence[torch.Tensor], rank: int) -> None:
+    """Give a kernel of `rank` that waits for others what it waits for, once.
+
+    It puts a 1 into its place in each pad, its own too, as soon as there is a 0, and then takes a 1 out of each place of its own pad. The
+    place where it signals to itself is left alone: a 1 there it would wait for to go.
+
+    Args:
+        pads: of all ranks: see `SymmetricSums._pad`.
+    """
+    for other, pad in enumerate(pads):
+        if other != rank:
+            pads[rank][:, other].fill_(1)
+            pad[:, rank].fill_(0)
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor, ranks: int) -> str | None:

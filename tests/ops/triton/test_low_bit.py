@@ -166,6 +166,17 @@ def test_ranks_add_up(name: str, cut: int, device: torch.device) -> None:
     assert relative_error(total, x.double() @ dequantize(coded, torch.float64).T) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [1, 6, 16, 70])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_whole_rows(bits: int, rows: int, device: torch.device) -> None:
+    """Of a checkpoint with group_size -1, or of a rank's part of one group."""
+    layer, most = TritonLinear(), 2**bits
+    codes, zeros = torch.randint(0, most, (64, 256)).byte(), torch.randint(0, most, (64, 1)).short()
+    coded = on(CodedRows(codes, bits, torch.rand(64, 1).half() * 0.01 + 0.005, zeros), device)
+    weight, x = complete(layer.pack_coded(coded, half(device))), torch.randn(rows, 256, device=device).to(half(device))
+    assert relative_error(layer.linear(x, weight, None), x.double() @ dequantize(coded, torch.float64).T) < 5e-3
+
+
 @triton.jit
 def _exact_kernel(codes_ptr, out_ptr, IN_HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.arange(0, 16)
