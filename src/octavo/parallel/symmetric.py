@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ OLDEST = (8, 0)
 """Compute capability."""
 REPLAYS = 20
 POLL_SECONDS = 0.001
-FREE_SECONDS = 5.0
-"""For the end of a sum that hangs; on a GPU that is shared, turns take a while."""
+FREE_SECONDS = 2.0
 
 
 class SymmetricSums:
@@ -64,8 +63,6 @@ class SymmetricSums:
         self._views: dict[torch.dtype, torch.Tensor] = {}
         """The buffer, as numbers of each type."""
         self._handle: Any = None
-        self._side: torch.cuda.Stream | None = None
-        """For what must not wait behind a sum."""
 
     @property
     def described(self) -> str:
@@ -102,17 +99,7 @@ class SymmetricSums:
         buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._handle = symmetric.rendezvous(buffer, self._group)
         self._views = {dtype: buffer.view(dtype) for dtype in DTYPES}
-        # What would end a sum that hangs runs once on memory of no meaning: loading a kernel may wait for those that run, which wait for it.
-        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._side):
-            satisfy([torch.empty_like(self._pad(rank)) for rank in range(self._size)], self._rank)
-            self._side.synchronize()
         return None
-
-    def _pad(self, rank: int) -> torch.Tensor:
-        """Where ranks signal to one: [blocks, from which rank] int32."""
-        pad: torch.Tensor = self._handle.get_signal_pad(rank).view(torch.int32)
-        return pad[: len(pad) // self._size * self._size].view(-1, self._size)
 
     def test(self, seconds: float) -> str | None:
         """See `Candidate.test`."""
@@ -173,16 +160,22 @@ class SymmetricSums:
             ConfigError: it does not end. The GPU cannot be used by this process any more.
         """
         words = f"a sum did not end within {seconds:g} s"
+        # A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own. It gets what it waits for.
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         deadline = time.monotonic() + FREE_SECONDS
-        assert self._side is not None
-        with torch.cuda.stream(self._side):
-            pads = [self._pad(rank) for rank in range(self._size)]
+        with torch.cuda.stream(side):
+            own, *others = (
+                self._handle.get_signal_pad((self._rank + further) % self._size).view(torch.int32) for further in range(self._size)
+            )
             while not event.query():  # type: ignore[no-untyped-call]
-                satisfy(pads, self._rank)
-                if not self._done(deadline) or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise ConfigError(f"Symmetric memory: {words}, and cannot be ended. Start again with --disable-custom-all-reduce.")
+                own.fill_(1)
+                for pad in others:
+                    pad.zero_()
+                side.synchronize()
         return words
 
     def close(self) -> None:
@@ -216,21 +209,6 @@ def choose(limits: Limits | None, nbytes: int, dtype: torch.dtype, ranks: int) -
     if nbytes <= limits.one_shot:
         return "one_shot"
     return "two_shot" if nbytes <= limits.two_shot and nbytes % (ALIGNMENT * ranks) == 0 else None
-
-
-def satisfy(pads: Sequence[torch.Tensor], rank: int) -> None:
-    """Give a kernel of `rank` that waits for others what it waits for, once.
-
-    It puts a 1 into its place in each pad, its own too, as soon as there is a 0, and then takes a 1 out of each place of its own pad. The
-    place where it signals to itself is left alone: a 1 there it would wait for to go.
-
-    Args:
-        pads: of all ranks: see `SymmetricSums._pad`.
-    """
-    for other, pad in enumerate(pads):
-        if other != rank:
-            pads[rank][:, other].fill_(1)
-            pad[:, rank].fill_(0)
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor, ranks: int) -> str | None:

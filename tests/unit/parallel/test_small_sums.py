@@ -13,7 +13,7 @@ from octavo.errors import ConfigError
 from octavo.parallel.distributed import DistributedGroup
 from octavo.parallel.small_sums import Verdict, off, try_out
 from octavo.parallel.sum_table import ASSUMED, Limits, limits
-from octavo.parallel.symmetric import ALIGNMENT, RANKS, SymmetricSums, choose, satisfy
+from octavo.parallel.symmetric import ALIGNMENT, RANKS, SymmetricSums, choose
 from octavo.protocol.boot import NO_MULTICAST, child_environment
 
 STEPS = ("unusable", "open", "test")
@@ -233,40 +233,3 @@ def test_processes_that_are_started_use_no_multicast(monkeypatch: pytest.MonkeyP
     environment = child_environment()
     assert {name: environment[name] for name in NO_MULTICAST} == NO_MULTICAST
     assert NO_MULTICAST == {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-
-
-class Block:
-    """A block of a kernel that adds up, as it signals: twice, a thread for each rank, its own too, puts a 1 where there is a 0, then takes
-    a 1 away."""
-
-    def __init__(self, pads: list[torch.Tensor], rank: int) -> None:
-        self.pads, self.rank = pads, rank
-        self.barriers, self.has_put, self.has_taken = 0, [False] * len(pads), [False] * len(pads)
-
-    def go_on(self) -> bool:
-        """As far as it gets; whether it has ended."""
-        while self.barriers < 2:
-            for other, pad in enumerate(self.pads):
-                if not self.has_put[other] and pad[0, self.rank] == 0:
-                    pad[0, self.rank], self.has_put[other] = 1, True
-                if self.has_put[other] and not self.has_taken[other] and self.pads[self.rank][0, other] == 1:
-                    self.pads[self.rank][0, other], self.has_taken[other] = 0, True
-            if not all(self.has_taken):
-                return False
-            self.barriers, self.has_put, self.has_taken = self.barriers + 1, [False] * len(self.pads), [False] * len(self.pads)
-        return True
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("came", [0, 1])
-def test_a_sum_that_others_do_not_come_to_is_ended(size: int, came: int) -> None:
-    """Also where one of the others has come, and waits too."""
-    pads = [torch.zeros(4, size, dtype=torch.int32) for _ in range(size)]
-    blocks = [Block(pads, rank) for rank in range(1 + came)]
-    assert not any(block.go_on() for block in blocks for _ in range(3))
-    for _ in range(3):
-        for block in blocks:
-            satisfy(pads, block.rank)
-            for each in blocks:
-                each.go_on()
-    assert all(block.barriers == 2 for block in blocks)
