@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from octavo import LLM, AsyncLLM, SamplingParams
+from octavo import LLM, AsyncLLM, RequestOutput, SamplingParams
 from octavo.config.args import EngineArgs
 from tests.support.tiny_models import save_tiny
 
@@ -53,26 +54,33 @@ def test_two_gpus_with_captured_steps_give_nearly_what_one_gives(tmp_path: Path,
         assert sum(a[:4] == b[:4] for a, b in zip(got, expected, strict=True)) >= 2, (got, expected)
 
 
-async def test_small_sums_go_through_symmetric_memory_and_change_nothing(tmp_path: Path) -> None:
+def test_small_sums_go_through_symmetric_memory_and_change_nothing(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", **SIZES)
     assert tokens(tmp_path, tensor_parallel_size=2) == tokens(tmp_path, tensor_parallel_size=2, disable_custom_all_reduce=True)
-    said = {}
-    for off in (False, True):
+
+    async def words(off: bool) -> str:
         args = EngineArgs(**settings(tmp_path, tensor_parallel_size=2, disable_custom_all_reduce=off))
         async with await AsyncLLM.start(args) as llm:
-            said[off] = llm.ready_report.sums
+            return llm.ready_report.sums
+
+    said = {off: asyncio.run(words(off)) for off in (False, True)}
     assert said[False].startswith("symmetric memory")
     if torch.cuda.get_device_capability() == (9, 0):
         assert "; with the norm behind it in one kernel up to " in said[False]
     assert said[True] == "NCCL for all sizes: turned off by --disable-custom-all-reduce or --batch-invariant"
 
 
-async def test_two_replicas_are_on_two_gpus(tmp_path: Path) -> None:
+def test_two_replicas_are_on_two_gpus(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3", **SIZES)
     before = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
-    async with await AsyncLLM.start(EngineArgs(**settings(tmp_path, data_parallel_size=2))) as llm:
-        taken = [free - torch.cuda.mem_get_info(i)[0] for i, free in enumerate(before)]
-        assert min(taken) > 0.5 * max(taken) > 0
-        async for output in llm.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True), "one"):
-            last = output
+
+    async def last_output() -> RequestOutput:
+        async with await AsyncLLM.start(EngineArgs(**settings(tmp_path, data_parallel_size=2))) as llm:
+            taken = [free - torch.cuda.mem_get_info(i)[0] for i, free in enumerate(before)]
+            assert min(taken) > 0.5 * max(taken) > 0
+            async for output in llm.generate(PROMPTS[0], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True), "one"):
+                last = output
+        return last
+
+    last = asyncio.run(last_output())
     assert last.outputs[0].token_ids == tokens(tmp_path)[0][:5]
