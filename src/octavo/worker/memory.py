@@ -7,7 +7,7 @@ allocator. On a CPU that would take seconds to find out little, so its need is b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,18 +72,19 @@ class GraphMemory:
     """All the others, beyond that."""
 
     @classmethod
-    def of(cls, reserved: Sequence[int], layers: int, largest: int, others: int) -> GraphMemory:
-        """By what this process's allocator has reserved for the graphs' pool. What is gone from the card would say more, but also what
-        other processes have allocated and freed meanwhile.
+    def of(cls, before: CudaMemory, after: CudaMemory, with_another: CudaMemory, *, layers: int, largest: int, others: int) -> GraphMemory:
+        """By what this process's allocator knows. What is gone from the card would say more, but also what other processes have allocated
+        and freed meanwhile.
 
         Args:
-            reserved: bytes before the largest graphs were captured, after that, and after another one.
+            before, after: the largest graphs were captured, whose pool has room for the others too.
+            with_another: then, a small one; what it keeps, each of the others does.
             layers: of the model.
             largest, others: how many graphs there will be.
         """
-        before, after, with_another = reserved
         driver = layers * DRIVER_BYTES_A_LAYER
-        return cls(max(0, after - before) + largest * driver, (max(0, with_another - after) + driver) * others)
+        pool, kept = max(0, after.reserved - before.reserved), max(0, with_another.allocated - after.allocated)
+        return cls(pool + largest * driver, (kept + driver) * others)
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,8 @@ class CudaMemory:
     free: int
     reserved: int
     """By this process's allocator."""
+    allocated: int = 0
+    """Of that, by tensors."""
 
     @staticmethod
     def now(device: torch.device) -> CudaMemory:
@@ -328,7 +331,7 @@ class CudaMemory:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return CudaMemory(total, free, torch.cuda.memory_reserved(device))
+        return CudaMemory(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
 
 def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemory, memory: CudaMemory) -> Budget:

@@ -389,14 +389,14 @@ class Worker:
         graphs = self._make_graphs(attention, (*plan.largest, *small))
         if graphs is None:
             return GraphMemory(0, 0)
-        reserved = [CudaMemory.now(self._device).reserved]
+        moments = [CudaMemory.now(self._device)]
         for shapes in (plan.largest, small):
             for shape in shapes:
                 graphs.capture(shape)
-            reserved.append(CudaMemory.now(self._device).reserved)
+            moments.append(CudaMemory.now(self._device))
         graphs.close()
         layers, others = len(self._model.layer_specs), len(plan.next) + len(plan.rest)
-        return GraphMemory.of(reserved, layers, len(plan.largest), others)
+        return GraphMemory.of(*moments, layers=layers, largest=len(plan.largest), others=others)
 
     def _model_warnings(self) -> list[str]:
         origin = self._config.model.hf_config.get(text_part.ORIGIN)
