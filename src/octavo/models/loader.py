@@ -153,7 +153,7 @@ def load_model(
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
     with torch.no_grad():
-        return build_decoder(
+        built = build_decoder(
             spec,
             weights,
             ops,
@@ -164,6 +164,9 @@ def load_model(
             pipeline=pipeline,
             shard=shard,
         )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # `ops.registry.Linear` wants weights that are there, not on their way
+    return built
 
 
 def described_by(gguf: GgufFile | None) -> str:

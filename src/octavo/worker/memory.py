@@ -33,6 +33,9 @@ ADDRESS_GROWTH = 192 * 2**20
 and what that keeps, threads, Python's heap."""
 CONTEXT_BYTES = 2**30
 """What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
+DRIVER_BYTES_A_LAYER = 32 << 10
+"""What the driver keeps for a layer of a captured step. On an H200 0.8 MiB for 28 layers; were it ten times as much elsewhere, that would
+still be less than `HEADROOM`."""
 HEADROOM = 0.01
 """Of a GPU's memory, left free in any case: other processes may want a little more, and fragments are not worth a crash."""
 LARGEST_TILES_BYTES = 192 * 2**20
@@ -64,9 +67,24 @@ class GraphMemory:
     """What captured graphs keep, in bytes."""
 
     shared: int
-    """The largest graph, with the pool that all share."""
+    """The largest graphs, with the pool that all share."""
     others: int
     """All the others, beyond that."""
+
+    @classmethod
+    def of(cls, before: CudaMemory, after: CudaMemory, with_another: CudaMemory, *, layers: int, largest: int, others: int) -> GraphMemory:
+        """By what this process's allocator knows. What is gone from the card would say more, but also what other processes have allocated
+        and freed meanwhile.
+
+        Args:
+            before, after: the largest graphs were captured, whose pool has room for the others too.
+            with_another: then, a small one; what it keeps, each of the others does.
+            layers: of the model.
+            largest, others: how many graphs there will be.
+        """
+        driver = layers * DRIVER_BYTES_A_LAYER
+        pool, kept = max(0, after.reserved - before.reserved), max(0, with_another.allocated - after.allocated)
+        return cls(pool + largest * driver, (kept + driver) * others)
 
 
 @dataclass(frozen=True)
@@ -303,6 +321,8 @@ class CudaMemory:
     free: int
     reserved: int
     """By this process's allocator."""
+    allocated: int = 0
+    """Of that, by tensors."""
 
     @staticmethod
     def now(device: torch.device) -> CudaMemory:
@@ -311,7 +331,7 @@ class CudaMemory:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return CudaMemory(total, free, torch.cuda.memory_reserved(device))
+        return CudaMemory(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
 
 def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemory, memory: CudaMemory) -> Budget:

@@ -389,18 +389,14 @@ class Worker:
         graphs = self._make_graphs(attention, (*plan.largest, *small))
         if graphs is None:
             return GraphMemory(0, 0)
-        free = [self._free_memory()]
+        moments = [CudaMemory.now(self._device)]
         for shapes in (plan.largest, small):
             for shape in shapes:
                 graphs.capture(shape)
-            free.append(self._free_memory())
+            moments.append(CudaMemory.now(self._device))
         graphs.close()
-        others = len(plan.next) + len(plan.rest)
-        return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * others)
-
-    def _free_memory(self) -> int:
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
+        layers, others = len(self._model.layer_specs), len(plan.next) + len(plan.rest)
+        return GraphMemory.of(*moments, layers=layers, largest=len(plan.largest), others=others)
 
     def _model_warnings(self) -> list[str]:
         origin = self._config.model.hf_config.get(text_part.ORIGIN)
