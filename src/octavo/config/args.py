@@ -277,7 +277,9 @@ class EngineArgs:
 
     # Reliability and observation
     engine_restarts: int = setting(
-        3, "Times the engine process is restarted, with live requests replayed, before giving up.", group="reliability"
+        3,
+        "Times the engine process is restarted within ten minutes, with live requests replayed, before the server gives up and ends.",
+        group="reliability",
     )
     engine_hang_timeout: float = setting(
         300.0,
