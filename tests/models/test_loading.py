@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -169,6 +170,36 @@ def test_weights_that_belong_to_another_config(tiny: Path) -> None:
 def test_larger_than_memory_is_refused_before_loading(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"weights of tiny need \d.* in float32.*test CPU"):
         load(tiny, total_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)"),
+        RuntimeError("can't start new thread"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
+)
+def test_memory_that_is_refused_while_loading_is_said_as_such(tiny: Path, refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise refusal
+
+    monkeypatch.setattr(Assembly, "add", refused)
+    with pytest.raises(ConfigError, match=r"weights of tiny need \d.* It has room for about .* use a smaller model"):
+        load(tiny)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("shapes cannot be multiplied")])
+def test_other_errors_while_loading_are_not_taken_for_it(tiny: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Assembly, "add", failed)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        load(tiny)
 
 
 def test_progress_goes_from_nothing_to_everything(tiny: Path) -> None:

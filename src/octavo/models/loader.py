@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from octavo.attention.base import LayerSpec
 from octavo.checkpoint import text_part
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
+from octavo.config import address_space
 from octavo.config.home import packed_dir
 from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
@@ -48,6 +50,9 @@ from octavo.weights.stored import StoredTensor
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), in bytes of the checkpoint."""
+
+CheckRoom = Callable[[ModelSpec, tuple[LayerSpec, ...], int], None]
+"""(spec of the whole model, layers that are here, bytes of their weights); raises what is to be raised."""
 
 _PHASE = "weights"
 
@@ -88,6 +93,7 @@ def load_model(
     progress: Progress,
     group: TensorGroup = ALONE,
     pipeline: Pipeline = NO_PIPELINE,
+    check_room: CheckRoom = lambda spec, layers, weights: None,
 ) -> Model:
     """Build the model that the config names and fill it.
 
@@ -95,6 +101,8 @@ def load_model(
         progress: called with ("weights", bytes done, bytes in all), first with 0 and last with the total.
         group: the ranks that share each layer; this one's share is loaded.
         pipeline: this rank's place among those that have other layers.
+        check_room: called when the weights are there, and before tables of all positions are made: those of a length for which there is no
+            cache take minutes and gigabytes.
 
     Raises:
         UnsupportedModel: an architecture or a format that does not run here.
@@ -152,6 +160,8 @@ def load_model(
             described_by=described_by(gguf),
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
+    layers = shard.layers(spec.num_layers)
+    check_room(spec, shard_spec(spec, shard).layer_specs[layers.start : layers.stop], weights.nbytes)
     with torch.no_grad():
         return build_decoder(
             spec,
@@ -304,12 +314,10 @@ def fill(
                     names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
                     tensors = whole_weights(tensors, names, form, assembly.device)
                 return _fill_stored(assembly, total, tensors, progress)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError, OSError) as e:
+        if not (isinstance(e, torch.OutOfMemoryError) or address_space.is_refusal(e)):
+            raise
         raise ConfigError(too_large(config, needed)) from None
-    except RuntimeError as e:
-        if "allocate memory" in str(e):  # what torch's CPU allocator says, and what maps files
-            raise ConfigError(too_large(config, needed)) from None
-        raise
 
 
 def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress, form: Format | None) -> Weights:
