@@ -23,7 +23,7 @@ from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
 from octavo.models.assembly import Assembly
-from octavo.models.loader import load_model
+from octavo.models.loader import load_model, too_large
 from octavo.models.registry import model_spec
 from octavo.ops.registry import load_ops
 from octavo.weights.parallel_read import ParallelReader
@@ -170,6 +170,29 @@ def test_weights_that_belong_to_another_config(tiny: Path) -> None:
 def test_larger_than_memory_is_refused_before_loading(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"weights of tiny need \d.* in float32.*test CPU"):
         load(tiny, total_bytes=1000)
+
+
+def test_what_would_fit_is_what_can_be_had(tiny: Path, tmp_path: Path) -> None:
+    """Low-bit weights are no way out where the file has its own, or transformers runs the model."""
+    plain = config_for(tiny)
+    assert "or low-bit weights (--quantization int8" in too_large(plain, 2**40)
+    through = replace(plain, model=replace(plain.model, implementation="transformers"))
+    assert too_large(through, 2**40).endswith("use a smaller model.")
+    low_bit = {**plain.model.hf_config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+    for stored in (replace(plain.model, path=str(tmp_path / "m.gguf")), replace(plain.model, hf_config=low_bit)):
+        said = too_large(replace(plain, model=stored), 2**40)
+        assert "need 1024.0 GiB as they are kept, but" in said and said.endswith("use a smaller model or one with fewer bits a weight.")
+
+
+def test_safetensors_alone_means_that(tiny: Path) -> None:
+    tensors = load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").unlink()
+    torch.save(tensors, tiny / "pytorch_model.bin")
+    load(tiny)
+    config = config_for(tiny, load_format="safetensors")
+    for asked in (config, replace(config, model=replace(config.model, implementation="transformers"))):
+        with pytest.raises(ConfigError, match=r"--load-format safetensors: .* has weights in PyTorch's format alone. Leave it out"):
+            load_model(asked, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.models.loader import has_low_bit, load_model
 from octavo.ops.packed import Float8Weight, Int8Weight, SegmentedWeight
 from octavo.ops.registry import load_ops
@@ -326,6 +326,10 @@ def test_plain_weights_that_the_config_calls_low_bit(tmp_path: Path) -> None:
     assert not has_low_bit(config)
     (told,) = quantized_for_nothing(config, {"bfloat16": 100}, stored=lambda: has_low_bit(config))
     assert "says that the weights are quantised with awq, but none of them is" in told and "dequantised" not in told
+    mxfp4 = replace(
+        config, model=replace(config.model, hf_config={**config.model.hf_config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
+    assert not has_low_bit(mxfp4)
     quantize(folder, LAYOUTS["awq-32"])
     assert has_low_bit(config)
 
@@ -354,5 +358,12 @@ def test_what_cannot_be_combined(tmp_path: Path) -> None:
     plain = quantize(folder, LAYOUTS["awq-32"])
     config = config_for(plain)
     through = replace(config, model=replace(config.model, quantization="fp8", implementation="transformers"))
-    with pytest.raises(UnsupportedModel, match="runs through transformers"):
+    with pytest.raises(
+        ConfigError, match=r"--quantization fp8: .* where no weights are rounded\. Leave it out, or leave --model-impl at auto\."
+    ):
         load_model(through, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    stored = {**config.model.hf_config, "quantization_config": LAYOUTS["awq-32"](64, 64, 0).config}
+    with pytest.raises(
+        UnsupportedModel, match=r"runs through transformers, and quantised .* Leave --model-impl at auto, or take an unquantised"
+    ):
+        load_model(replace(through, model=replace(through.model, hf_config=stored)), load_ops("cpu"), torch.device("cpu"), lambda *_: None)

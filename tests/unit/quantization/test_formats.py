@@ -26,6 +26,7 @@ from tests.support.quantized_layouts import (
     bit_words,
     compressed,
     compressed_fp8,
+    float4,
     fp8,
     gptq,
     int8,
@@ -229,6 +230,16 @@ BAD: dict[str, tuple[Layout, dict[str, Any], str]] = {
         squeezellm(32, 64, full=2),
         {"full_rows": torch.zeros(64, 0)},
         r"q_proj\.full_rows has .*more than nothing",
+    ),
+    "negative global scale": (
+        float4(32, 64, kind="nvfp4"),
+        {"weight_global_scale": torch.tensor(-1.0)},
+        r"weight_global_scale .*nowhere negative",
+    ),
+    "negative nvfp4 scale": (
+        float4(32, 64, kind="nvfp4"),
+        {"weight_scale": torch.full((32, 4), -1.0).to(torch.float8_e4m3fn)},
+        r"weight_scale .*nowhere negative",
     ),
     "negative run scales": (nf4(32, 64), {"weight.absmax": torch.full((32,), -0.1)}, r"weight\.absmax .*nowhere negative"),
     "state beyond numbers": (

@@ -289,6 +289,9 @@ def _read_float4(pieces: Pieces, scheme: Scheme) -> CodedRows:
         stored = pieces.shaped("weight_scale", torch.float8_e4m3fn, shape=shape)
         scales = pieces.finite("weight_scale", stored).float() / pieces.one("weight_global_scale")
         pieces.finite("weight_global_scale", scales)
+        if bool((scales < 0).any()):
+            negative = "weight_global_scale" if float(pieces.one("weight_global_scale")) < 0 else "weight_scale"
+            raise pieces.fail(negative, "nowhere negative, for it is made of absolute values")
     return float4_rows(packed, scales, 0 if scheme.group == -1 else scheme.group)
 
 
