@@ -352,6 +352,35 @@ def test_rounded_while_loading(method: str, kind: type, tmp_path: Path) -> None:
             assert model.weights_bytes < 0.5 * load(tmp_path, ops=ops).weights_bytes
 
 
+@pytest.mark.parametrize("ops", ["reference", "native"])
+def test_a_damaged_weight_that_is_rounded_is_called_what_the_checkpoint_calls_it(ops: str, tmp_path: Path) -> None:
+    """Also where it is a part of a fused layer."""
+    save_tiny(tmp_path, "llama", **SIZES)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"The weight model\.layers\.1\.self_attn\.k_proj\.weight holds NaN or infinity: it is damaged"
+    ):
+        with_quantization(tmp_path, "int8", ops)
+
+
+def test_the_file_of_a_damaged_piece_is_named(tmp_path: Path) -> None:
+    """Pieces of one weight may be in several files."""
+    folder = tmp_path / "m"
+    save_tiny(folder, "llama", **SIZES)
+    quantize(folder, LAYOUTS["awq-32"])
+    tensors = load_file(folder / "model.safetensors")
+    damaged = "model.layers.0.self_attn.q_proj.scales"
+    tensors[damaged][0, 0] = torch.inf
+    (folder / "model.safetensors").unlink()
+    first = {name: tensor for name, tensor in tensors.items() if name.endswith("scales")}
+    save_file(first, folder / "model-00001-of-00002.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in first}, folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model-00001-of-00002\.safetensors: tensor {damaged} holds 1 values"):
+        load(folder)
+
+
 def test_what_cannot_be_combined(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     save_tiny(folder, "llama", **SIZES)
