@@ -47,6 +47,14 @@ def gone(pid: int) -> bool:
         return True
 
 
+def command_of(pid: int) -> str:
+    """Empty for a process that has ended since it was seen."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def is_idle(server: ServerProcess) -> bool:
     return server.metric("vllm:num_requests_running") == 0 and server.metric("octavo:kv_blocks_used") == 0
 
@@ -84,13 +92,14 @@ def test_a_server_without_an_engine_says_so_and_ends(api_servers: int, long_chec
     with server_process(tmp_path, engine, api_server_count=api_servers) as server:
         server.wait_ready()
 
-        def of_engine() -> list[int]:
-            return [pid for pid in server.children() if "octavo.engine.process" in Path(f"/proc/{pid}/cmdline").read_text()]
+        def engines() -> list[int]:
+            return [pid for pid in server.children() if "octavo.engine.process" in command_of(pid)]
 
-        (first,) = of_engine()
+        (first,) = engines()
         os.kill(first, signal.SIGKILL)
-        assert wait_until(lambda: len(of_engine()) == 1 and first not in of_engine() and server.http.get("/ready").json()["ready"], 30)
-        (second,) = of_engine()
+        assert wait_until(lambda: any(pid != first for pid in engines()), 30)
+        assert wait_until(lambda: server.http.get("/ready").json()["ready"], 30)
+        (second,) = engines()
         replies: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: replies.append(server.http.post("/v1/completions", json=FOREVER)))
         waiting.start()
