@@ -117,6 +117,7 @@ def load_model(
         _check_load_format(config)
         progress(_PHASE, 0, 1)
         fallback = load_fallback(config, device, functools.partial(_check_room, config))
+        check_room(fallback.spec, fallback.layer_specs, fallback.weights_bytes)
         progress(_PHASE, 1, 1)
         return fallback
     spec, family, gguf = read_spec(config, model.hf_config)
