@@ -319,6 +319,9 @@ GROUP: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 4, "type
             CheckpointError,
             """dynamic must be true, false or "local", got 'false'""",
         ),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"m": 8}}, CheckpointError, "extra_config: m must be an object, got 8"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"m": {"bits": 5}}}, UnsupportedModel, "bits 5 is not supported"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {".*(": {"bits": 8}}}, CheckpointError, "is not a pattern"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllama"}, UnsupportedModel, "exllama"),
     ],
 )
@@ -338,6 +341,26 @@ def test_modules_with_settings_of_their_own() -> None:
     mixed = compressed(32, 64, bits=8, strategy="channel")
     coded = read(replace(mixed, config={**mixed.config, "config_groups": groups}))
     torch.testing.assert_close(dequantize(coded), mixed.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [MODULE, r"layers\.0\..*q_proj"])
+def test_layers_with_settings_of_auto_rounds_own(name: str) -> None:
+    """Its `extra_config`, by name or pattern: other bits, or none."""
+    usual, own = gptq(32, 128, 32, sym=True), gptq(32, 128, 64, bits=8)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
+    extra = {name: {"bits": 8, "group_size": 64, "sym": False, "data_type": "int"}, "model.layers.1.mlp.up_proj": {"bits": 16}}
+    mixed = config | {"extra_config": extra}
+    torch.testing.assert_close(dequantize(read(replace(own, config=mixed))), own.weight, rtol=1e-6, atol=1e-7)
+    others = config | {"extra_config": {"model.layers.1.self_attn.q_proj": extra[name]}}
+    torch.testing.assert_close(dequantize(read(replace(usual, config=others))), usual.weight, rtol=1e-6, atol=1e-7)
+    form = stored_format({"quantization_config": mixed}, "config.json")
+    assert form is not None
+    made = [form.storage(module, (64, 128)) for module in (MODULE, "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj")]
+    assert [None if storage is None else storage.levels for storage in made] == [256, None, 16]
+    with pytest.raises(UnsupportedModel, match=r"extra_config has other settings for .*q_proj, which are read with GPTQ's packing alone"):
+        stored_format({"quantization_config": mixed | {"packing_format": "auto_round:auto_awq"}}, "config.json")
+    spared = config | {"packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 16}, name: {"bits": 4, "sym": False}}}
+    assert stored_format({"quantization_config": spared}, "config.json") is not None
 
 
 def test_zero_points_that_say_nothing_are_read_over() -> None:
