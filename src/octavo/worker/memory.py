@@ -206,11 +206,16 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
         f"max_model_len={config.model.max_model_len} needs {format_bytes(needed)} of KV cache, but there are "
         f"{format_bytes(max(0, available))} for it. "
     )
+    limited = address_space.limit() if config.device.kind == "cpu" and config.cache.memory_bytes is None else None
+    if limited is not None and not fits:
+        steps = f"lower what a step may take ({format_bytes(budget.activations)}) with --max-num-batched-tokens and --max-num-seqs, "
+        text += f"No length fits into the address space of {format_bytes(limited)} (ulimit -v): raise that limit, "
+        return text + (steps if budget.activations > needed else "") + "or use a smaller model."
     text += f"Lower --max-model-len to {fits} or less (auto finds it)" if fits else "No length fits: free memory or use a smaller model"
     if config.cache.memory_bytes is not None:
         return text + f", or raise --kv-cache-memory-bytes to at least {needed}."
-    if config.device.kind == "cpu" and (most := address_space.limit()) is not None:
-        text += f", or raise the limit of the address space ({format_bytes(most)}, ulimit -v)."
+    if limited is not None:
+        text += f", or raise the limit of the address space ({format_bytes(limited)}, ulimit -v)."
         return text + (_smaller_steps(budget) if budget.activations > needed else "")
     if config.device.kind == "cpu" and needed <= available / CPU_FRACTION:  # of what is really free
         return text + f", or set --cpu-kvcache-space to at least {needed / 2**30:.2f} (GiB)."

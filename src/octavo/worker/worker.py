@@ -31,6 +31,7 @@ from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker import torch_threads
 from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
+from octavo.worker.early_room import early_room
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
@@ -104,7 +105,8 @@ class Worker:
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
             self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
-            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline)
+            check_room = early_room(config, self._device)
+            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline, check_room)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         self._layout = layout_of(config, layers, self._model.spec.layer_specs)
         with self._phase("tables"):

@@ -139,8 +139,16 @@ def test_cpu_budget_within_a_limited_address_space(monkeypatch: pytest.MonkeyPat
     found = cpu_budget(engine_config(num_blocks=None), 0, 2**27)
     assert found.cache == 2**30 - 2**28 - 2**27 - memory.ADDRESS_GROWTH
     assert found.total == 2**30
-    with pytest.raises(ConfigError, match=r"or raise the limit of the address space \(1\.0 GiB, ulimit -v\)"):
-        size_cache(engine_config(num_blocks=None, max_model_len=100), budget(0), BLOCK_BYTES)
+    config = engine_config(num_blocks=None, max_model_len=1000)
+    with pytest.raises(
+        ConfigError, match=r"Lower --max-model-len to 36 .*, or raise the limit of the address space \(1\.0 GiB, ulimit -v\)\."
+    ):
+        size_cache(config, budget(10 * MIB), BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"into the address space of 1\.0 GiB \(ulimit -v\): raise that limit, or use a smaller model\."):
+        size_cache(config, budget(0), BLOCK_BYTES)
+    config = engine_config(num_blocks=None, max_model_len=100)
+    with pytest.raises(ConfigError, match=r"raise that limit, lower what a step may take \(50\.0 MiB\) with --max-num-batched-tokens"):
+        size_cache(config, budget(0), BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
