@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
+from octavo.config import address_space
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
 from octavo.models.assembly import Assembly
 from octavo.models.loader import load_model, too_large
@@ -182,6 +183,15 @@ def test_what_would_fit_is_what_can_be_had(tiny: Path, tmp_path: Path) -> None:
     for stored in (replace(plain.model, path=str(tmp_path / "m.gguf")), replace(plain.model, hf_config=low_bit)):
         said = too_large(replace(plain, model=stored), 2**40)
         assert "need 1024.0 GiB as they are kept, but" in said and said.endswith("use a smaller model or one with fewer bits a weight.")
+
+
+def test_a_limit_of_addresses_is_named_where_the_memory_is_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_space, "limit", lambda: 2**32)
+    config = config_for(tiny)
+    config = replace(config, device=replace(config.device, free_bytes=2**32, total_bytes=2**32))
+    said = too_large(config, 2**30)
+    assert "1.0 GiB beside the files they are read from" in said and "limited to 4.0 GiB (ulimit -v)" in said
+    assert "use a smaller model" in too_large(config, 2**33)
 
 
 def test_safetensors_alone_means_that(tiny: Path) -> None:

@@ -406,6 +406,8 @@ def _check_room(config: EngineConfig, needed: int) -> None:
 def too_large(config: EngineConfig, needed: int) -> str:
     """What to say of weights of `needed` bytes that do not fit, and what would."""
     device, dtype = config.device, config.model.dtype
+    if device.kind == "cpu" and needed < device.free_bytes and address_space.limit() is not None:  # the files are mapped beside them
+        return address_space.told(f"to load the weights of {config.model.name}, {format_bytes(needed)} beside the files they are read from")
     room = device.free_bytes or device.total_bytes
     itemsize = getattr(torch, dtype).itemsize
     stored_so = config.model.path.endswith(".gguf") or weight_format(config) != (None, None)
