@@ -43,7 +43,7 @@ from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import has_pieces, whole_weights
-from octavo.weights.safetensors import open_safetensors, weight_files
+from octavo.weights.safetensors import Wanted, open_safetensors, weight_files
 from octavo.weights.stored import StoredTensor
 
 Progress = Callable[[str, int, int], None]
@@ -297,7 +297,12 @@ def fill(
             if config.model.load_format == "dummy":
                 return _fill_dummy(assembly, needed, config.model.seed, progress, form)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
-                total, tensors = _stored(config.model.path, gguf, reader, packed_on)
+                ahead: Wanted | None = None
+                if form is not None:  # pieces are read whole, whatever is kept of them
+                    ahead = _every_tensor
+                elif config.parallel.world == 1:
+                    ahead = assembly.has_place_for
+                total, tensors = _stored(config.model.path, gguf, reader, packed_on, ahead)
                 if form is not None and form.method == "mxfp4":
                     tensors = whole_experts(tensors, assembly.device)
                 elif form is not None:
@@ -310,6 +315,11 @@ def fill(
         if "allocate memory" in str(e):  # what torch's CPU allocator says, and what maps files
             raise ConfigError(too_large(config, needed)) from None
         raise
+
+
+def _every_tensor(name: str) -> bool:
+    del name
+    return True
 
 
 def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress, form: Format | None) -> Weights:
@@ -334,16 +344,20 @@ def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor]
 
 
 def _stored(
-    path: str, gguf: GgufFile | None, reader: ParallelReader | None, packed_on: torch.device | None = None
+    path: str,
+    gguf: GgufFile | None,
+    reader: ParallelReader | None,
+    packed_on: torch.device | None = None,
+    ahead: Wanted | None = None,
 ) -> tuple[int, Iterable[StoredTensor]]:
-    """The size of all weights in bytes, and the tensors, file by file."""
+    """The size of all weights in bytes, and the tensors, file by file; for the arguments see `open_safetensors` and `open_gguf`."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on, reader)
     files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
-    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
+    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader, ahead) for file in files)
 
 
 def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[StoredTensor]:

@@ -20,7 +20,7 @@ def transposed(stored: StoredTensor) -> StoredTensor:
     """A matrix the other way round, or each of several."""
 
     def copy_into(destination: torch.Tensor) -> None:
-        whole = torch.empty(stored.shape, dtype=destination.dtype)
+        whole = torch.empty(stored.shape, dtype=destination.dtype, device=destination.device)
         stored.copy_into(whole)
         destination.copy_(whole.transpose(-1, -2))
 
@@ -60,10 +60,10 @@ def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTenso
         )
 
     def copy_into(destination: torch.Tensor) -> None:
-        whole = torch.empty(stored.shape, dtype=destination.dtype)
+        whole = torch.empty(stored.shape, dtype=destination.dtype, device=destination.device)
         stored.copy_into(whole)
         rows = whole.flatten() if flat else whole
-        destination.copy_(rows[torch.from_numpy(order)].view(stored.shape))
+        destination.copy_(rows[torch.from_numpy(order).to(rows.device)].view(stored.shape))
 
     encoded = None if stored.encoded is None else _encoded(stored.encoded, order)
     coded = None if stored.coded is None else _coded(stored.coded, order)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Final
 
@@ -53,6 +53,26 @@ class _Reader:
         return self._sent[turn]
 
 
+class Arrival:
+    """A tensor whose bytes are being read."""
+
+    def __init__(self, tensor: torch.Tensor, pieces: list[Future[torch.cuda.Event | None]]) -> None:
+        self._tensor = tensor
+        self._pieces = pieces
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, filled by when the device's current stream gets there.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends too early.
+        """
+        for piece in self._pieces:
+            if (arrived := piece.result()) is not None:
+                torch.cuda.current_stream(self._tensor.device).wait_event(arrived)
+        self._pieces = []
+        return self._tensor
+
+
 class ParallelReader:
     """Reads parts of files into tensors of one device. A context manager; the tensors are filled when it is left, or when the
     device's current stream gets there.
@@ -81,13 +101,15 @@ class ParallelReader:
         Raises:
             CheckpointError: the file cannot be read, or ends too early.
         """
+        self.begin(path, offset, destination).wait()
+
+    def begin(self, path: str, offset: int, destination: torch.Tensor) -> Arrival:
+        """`read`, to be waited for later. Until then nothing else may touch the destination."""
         raw = destination.view(-1).view(torch.uint8)
         ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         begins = range(0, len(raw), self._piece)
         pieces = [self._pool.submit(self._fetch, path, offset + b, raw[b : b + self._piece], ready) for b in begins]
-        for piece in pieces:
-            if (arrived := piece.result()) is not None:
-                torch.cuda.current_stream(self.device).wait_event(arrived)
+        return Arrival(destination, pieces)
 
     def _fetch(self, path: str, offset: int, destination: torch.Tensor, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
         reader: _Reader | None = getattr(self._local, "reader", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 from octavo.ops.packed import EncodedRows
 from octavo.weights.parallel_read import ParallelReader
+from octavo.weights.read_ahead import begun, in_advance
 from octavo.weights.stored import StoredTensor
 
 _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,6 +38,9 @@ _CODES: Final = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Further ones that the pieces of a quantised weight can have."""
+Wanted = Callable[[str], bool]
+"""Whether something asks for the tensor of a name."""
+
 _INDEX: Final = "model.safetensors.index.json"
 
 
@@ -83,11 +87,12 @@ def _indexed_files(folder: str, index: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterator[StoredTensor]:
+def open_safetensors(path: str, reader: ParallelReader | None = None, ahead: Wanted | None = None) -> Iterator[StoredTensor]:
     """The tensors of one file. Pages are mapped, and read when a tensor is copied.
 
     Args:
         reader: reads instead what goes to a device as it is.
+        ahead: which tensors that device will want whole: they are on their way before their turn. None: none.
 
     Raises:
         CheckpointError: unreadable, truncated or corrupt; names the first tensor that is hurt.
@@ -96,23 +101,29 @@ def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterato
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             begins = {} if reader is None else _begins(path)
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                view = file.get_slice(name)
-                dtype, shape = view.get_dtype(), tuple(view.get_shape())
-                if dtype not in _DTYPES:  # refused when it is read: buffers that nobody reads may be of any dtype
-                    begin = None if reader is None or dtype not in _CODES else begins[name]
-                    raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
-                    nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
-                    yield StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
-                    continue
-                nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
-                place = None if reader is None else _Place(reader, begins[name], _DTYPES[dtype])
-                copy, region = _copier(file, name, path, place), _region_copier(file, name, path, place)
-                raw = _raw(file, name, path, reader, begins.get(name), _DTYPES[dtype], shape)
-                yield StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
+            tensors = (_stored(file, name, path, reader, begins) for name in file.keys())  # noqa: SIM118 - not a mapping
+            if reader is None or ahead is None:
+                yield from tensors
+            else:
+                yield from in_advance(begun(one, begins[one.name], reader) if ahead(one.name) else (one, 0) for one in tensors)
     except (SafetensorError, OSError) as e:
         what = stand_in(path) or f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again."
         raise CheckpointError(what) from None
+
+
+def _stored(file: Any, name: str, path: str, reader: ParallelReader | None, begins: Mapping[str, int]) -> StoredTensor:
+    view = file.get_slice(name)
+    dtype, shape = view.get_dtype(), tuple(view.get_shape())
+    if dtype not in _DTYPES:  # refused when it is read: buffers that nobody reads may be of any dtype
+        begin = None if reader is None or dtype not in _CODES else begins[name]
+        raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
+        nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
+        return StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
+    nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
+    place = None if reader is None else _Place(reader, begins[name], _DTYPES[dtype])
+    copy, region = _copier(file, name, path, place), _region_copier(file, name, path, place)
+    raw = _raw(file, name, path, reader, begins.get(name), _DTYPES[dtype], shape)
+    return StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
 
 
 def _read(file: Any, name: str, path: str) -> torch.Tensor:
