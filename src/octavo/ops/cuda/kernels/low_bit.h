@@ -19,7 +19,9 @@
 #define GROUPED (GROUP > 0)
 #define HALVES (GROUP == 32 && FOUR_BITS)
 #define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : 2)
-#define ZERO_BYTES (KIND == INT4 ? 1 : 2)
+// Of a group's zero point; OFFSETS: of what its weights are above their scaled codes, in its place.
+#define ZERO_BYTES (OFFSETS ? 4 : KIND == INT4 ? 1 : 2)
+#define CODE_SIZE (KIND == INT4 ? 16 : 1)  // of codes that are integers, as `bytes_of` has them
 #define SCALES_A_CHUNK (HALVES ? 2 : 1)
 
 #if WARPGROUP
@@ -124,7 +126,7 @@ struct Held {
   float scale[SCALES_A_CHUNK];
 #endif
 #if ZEROS
-  u32 zero[SCALES_A_CHUNK];  // see `load_zero`
+  u32 zero[SCALES_A_CHUNK];  // see `load_zero`; OFFSETS: a float's bits
 #endif
 };
 
@@ -132,7 +134,7 @@ struct Held {
 template <bool whole>
 INLINE u32 zero_point(int zero) {
 #if KIND == INT4
-  return whole ? (zero - 8) * 16 : both(POWER | zero);
+  return whole ? (zero - 8) * CODE_SIZE : both(POWER | zero);
 #else
   return whole ? zero : both(narrow((float)zero));
 #endif
@@ -147,7 +149,9 @@ INLINE u32 load_zero(const u8* zeros, long long at) {
 }
 template <bool whole>
 INLINE u32 shared_zero(u32 at) {
-#if KIND == INT4
+#if OFFSETS
+  return as_bits(as_float(shared4(at)) * CODE_SIZE);
+#elif KIND == INT4
   return zero_point<whole>(shared1(at));
 #else
   return zero_point<whole>((short)shared2(at));

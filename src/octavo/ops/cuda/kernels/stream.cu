@@ -267,13 +267,16 @@ UNROLL
 UNROLL
           for (int e = 0; e < 4; e++) {
             int sum = high[e] * 256 + low[e];
-#if ZEROS
+#if ZEROS && !OFFSETS
             sum -= (int)held[s][e >> 1].zero[k] * fixed.sum[s][i][e & 1][k];
 #endif
 #if GROUPED
             acc[i][e] += (float)sum * held[s][e >> 1].scale[k];
 #else
             acc[i][e] += (float)sum;
+#endif
+#if OFFSETS
+            acc[i][e] += (float)fixed.sum[s][i][e & 1][k] * as_float(held[s][e >> 1].zero[k]);
 #endif
           }
         }

@@ -98,7 +98,7 @@ struct Ready {
   float scale[2][GROUPS_A_STAGE];
 #endif
 #if INTEGERS && ZEROS
-  float less[2][GROUPS_A_STAGE];  // what an input's sum counts for
+  float more[2][GROUPS_A_STAGE];  // what the inputs' sum counts for
 #endif
 };
 
@@ -114,9 +114,13 @@ UNROLL
       ready.scale[h][i] = load_scale(row[h].scales, (u32)(group_at(p, stage, i) * p.scale_group_stride));
 #endif
 #if INTEGERS && ZEROS
-      ready.less[h][i] = -(float)(int)shared_zero<true>(stage_at + ZEROS_AT + (i * COLUMNS + n + 8 * h) * ZERO_BYTES);
-#if GROUPED
-      ready.less[h][i] *= ready.scale[h][i];
+      const u32 zero = shared_zero<true>(stage_at + ZEROS_AT + (i * COLUMNS + n + 8 * h) * ZERO_BYTES);
+#if OFFSETS
+      ready.more[h][i] = as_float(zero);
+#elif GROUPED
+      ready.more[h][i] = -(float)(int)zero * ready.scale[h][i];
+#else
+      ready.more[h][i] = -(float)(int)zero;
 #endif
 #endif
     }
@@ -345,7 +349,7 @@ UNROLL
                 sum += sums[4 * j + e] * ready[d].scale[e >> 1][group];
 #endif
 #if INTEGERS && ZEROS
-                sum += as_float(x_sums.v[e & 1]) * ready[d].less[e >> 1][group];
+                sum += as_float(x_sums.v[e & 1]) * ready[d].more[e >> 1][group];
 #endif
               }
             }
