@@ -43,7 +43,7 @@ from octavo.weights.mxfp4 import whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import has_pieces, whole_weights
-from octavo.weights.safetensors import Wanted, open_safetensors, weight_files
+from octavo.weights.safetensors import Wanted, open_safetensors, tensor_names, weight_files
 from octavo.weights.stored import StoredTensor
 
 Progress = Callable[[str, int, int], None]
@@ -198,7 +198,7 @@ def has_low_bit(config: EngineConfig) -> bool:
     form, on_the_fly = weight_format(config)
     if form is None or on_the_fly is not None or config.model.load_format == "dummy" or form.method == "mxfp4":
         return True
-    return has_pieces((stored.name for stored in _stored(config.model.path, None, None)[1]), form)
+    return has_pieces(_names(config.model.path), form)
 
 
 def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) -> int:
@@ -306,7 +306,7 @@ def fill(
                 if form is not None and form.method == "mxfp4":
                     tensors = whole_experts(tensors, assembly.device)
                 elif form is not None:
-                    names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
+                    names = _names(config.model.path)
                     tensors = whole_weights(tensors, names, form, assembly.device)
                 return _fill_stored(assembly, total, tensors, progress)
     except (torch.OutOfMemoryError, MemoryError):
@@ -353,11 +353,22 @@ def _stored(
     """The size of all weights in bytes, and the tensors, file by file; for the arguments see `open_safetensors` and `open_gguf`."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on, reader)
-    files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
-    if files:
+    if files := _pickled(path):
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
     return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader, ahead) for file in files)
+
+
+def _names(path: str) -> list[str]:
+    """Of all tensors of a folder."""
+    if files := _pickled(path):
+        return [stored.name for file in files for stored in open_pickled(file)]
+    return [name for file in weight_files(path) for name in tensor_names(file)]
+
+
+def _pickled(path: str) -> list[str]:
+    """Files of a folder that has no others."""
+    return pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
 
 
 def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[StoredTensor]:

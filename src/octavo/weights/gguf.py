@@ -58,7 +58,7 @@ def _tensors(gguf: GgufFile, packed_on: torch.device | None, reader: ParallelRea
             arrival = None
             if reader is not None and is_readable(tensor.type) and tensor.nbytes <= LARGEST_BYTES:
                 place = torch.empty(tensor.nbytes, dtype=torch.uint8, device=reader.device)
-                arrival = reader.begin(gguf.path, tensor.offset, place)
+                (arrival,) = reader.begin(gguf.path, tensor.offset, [place])
             blocks = _Blocks(data, tensor, gguf.path, reader, outer[i % len(outer)], arrival)
             copier, encoded = _copier(blocks), _encoded(data, tensor)
             coded = None if packed_on is None else _coded(blocks, packed_on)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,15 +27,15 @@ TENSORS = {
 
 
 class Recorder(ParallelReader):
-    """Notes where what it was asked for begins, in turn."""
+    """Notes what it was asked for together."""
 
     def __init__(self) -> None:
         super().__init__(DEVICE, threads=2, piece=16)
-        self.begun: list[int] = []
+        self.begun: list[list[int]] = []
 
-    def begin(self, path: str, offset: int, destination: torch.Tensor) -> Arrival:
-        self.begun.append(offset)
-        return super().begin(path, offset, destination)
+    def begin(self, path: str, offset: int, destinations: Sequence[torch.Tensor]) -> list[Arrival]:
+        self.begun.append([one.nbytes for one in destinations])
+        return super().begin(path, offset, destinations)
 
 
 @pytest.fixture
@@ -70,16 +70,37 @@ def test_the_same_numbers_in_the_same_order(path: str, most: int, monkeypatch: p
     assert names == sorted(TENSORS)
 
 
+def sizes(*names: str) -> list[int]:
+    return [TENSORS[name].nbytes for name in names]
+
+
 def test_the_next_are_on_their_way(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", TENSORS["codes"].nbytes)
+    monkeypatch.setattr(read_ahead, "RUN_BYTES", 0)
     with Recorder() as reader:
         tensors = open_safetensors(path, reader, lambda _: True)
         assert next(tensors).name == "bias"
-        assert len(reader.begun) == 2, "the codes beside it, which fill what is allowed"
+        assert reader.begun == [sizes("bias"), sizes("codes")], "what passes the limit is on its way already"
         assert next(tensors).name == "codes"
-        assert len(reader.begun) == 3, "and what comes next, past the one without a byte"
+        assert reader.begun[2:] == [sizes("half")], "past the one without a byte"
         assert [stored.name for stored in tensors] == sorted(TENSORS)[2:]
-        assert len(reader.begun) == len(set(reader.begun)) == 5
+    assert reader.begun == [sizes(name) for name in sorted(TENSORS) if name != "empty"]
+
+
+def test_neighbours_are_read_together(path: str) -> None:
+    """Files are in the order of dtypes, the widest first; turns in that of names."""
+    with Recorder() as reader:
+        for stored in open_safetensors(path, reader, lambda name: name != "codes"):
+            assert stored.raw is not None
+            assert torch.equal(stored.raw(DEVICE).cpu(), TENSORS[stored.name])
+            if stored.name == "codes":
+                assert len(reader.begun) == 4, "read in its turn"
+    assert sorted(reader.begun) == sorted(
+        [sizes("codes")] * (DEVICE.type == "cuda") + [sizes("bias"), sizes("single"), sizes("half"), sizes("matrix")]
+    )
+    with Recorder() as reader:
+        assert len(list(open_safetensors(path, reader, lambda _: True))) == len(TENSORS)
+    assert sorted(reader.begun) == sorted([sizes("bias", "codes"), sizes("single"), sizes("half"), sizes("matrix")])
 
 
 def test_large_ones_wait_for_their_place(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +109,7 @@ def test_large_ones_wait_for_their_place(path: str, monkeypatch: pytest.MonkeyPa
     with Recorder() as reader:
         for stored in open_safetensors(path, reader, lambda _: True):
             if stored.name == "matrix":
-                assert len(reader.begun) == 4, "all of the others that have a byte"
+                assert sizes("matrix") not in reader.begun
                 stored.copy_into(destination)
     assert torch.equal(destination.cpu(), TENSORS["matrix"])
 
@@ -111,12 +132,13 @@ class Lossy(ParallelReader):
 
     asked = 0
 
-    def begin(self, path: str, offset: int, destination: torch.Tensor) -> Arrival:
+    def begin(self, path: str, offset: int, destinations: Sequence[torch.Tensor]) -> list[Arrival]:
         self.asked += 1
-        return super().begin(path, offset + (1 << 20) * (self.asked == 3), destination)
+        return super().begin(path, offset + (1 << 20) * (self.asked == 3), destinations)
 
 
-def test_a_fault_comes_with_its_tensor(path: str) -> None:
+def test_a_fault_comes_with_its_tensor(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "RUN_BYTES", 0)
     with Lossy(DEVICE, threads=2, piece=16) as reader:
         for stored in open_safetensors(path, reader, lambda _: True):
             assert stored.raw is not None
