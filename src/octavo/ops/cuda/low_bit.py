@@ -55,7 +55,7 @@ class Form:
     @property
     def halves(self) -> bool:
         """A chunk is two groups."""
-        return self.group == 32 and self.kind in FOUR_BITS
+        return self.group == 32 and (self.kind in FOUR_BITS or (self.kind == "int8" and self.wide))
 
     @property
     def width(self) -> int:
@@ -351,7 +351,7 @@ def form_of(weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) ->
     four = layout.kind in FOUR_BITS
     wide, narrow = (128, 64) if four else (64, 32)
     group = layout.group or layout.inner
-    twice = four and layout.group == 32
+    twice = layout.group == 32 and (four or (layout.kind == "int8" and layout.inner % wide == 0))
     if (not twice and group % narrow) or layout.inner % narrow:
         return None
     scale_type = 0 if layout.scales is None else _index(layout.scales.dtype)
@@ -362,7 +362,7 @@ def form_of(weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) ->
     return Form(
         kind=layout.kind,
         half=dtype == torch.float16,
-        wide=group % wide == 0 and layout.inner % wide == 0,
+        wide=layout.inner % wide == 0 and (group % wide == 0 or (twice and not four)),
         group=layout.group,
         row_block=layout.row_block,
         scale_type=scale_type,

@@ -17,7 +17,9 @@
 #define VECTORS (FOUR_BITS ? WORDS : WORDS / 2)  // eights of inner elements that a lane has of a chunk
 // GROUP 0: one scale a row, at the end; else inner elements of a group: no less than a chunk, or half of one.
 #define GROUPED (GROUP > 0)
-#define HALVES (GROUP == 32 && FOUR_BITS)
+#define HALVES (GROUP == 32 && (FOUR_BITS || (KIND == INT8 && WIDE)))  // a chunk is two groups
+#define SPLIT_LOAD (HALVES && !FOUR_BITS)  // half of a lane's vector is of each
+#define HALF_OF_STEP(step) (!HALVES ? 0 : FOUR_BITS ? (step) & 1 : (step) >> 1)
 #define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : 2)
 // Of a group's zero point; OFFSETS: of what its weights are above their scaled codes, in its place.
 #define ZERO_BYTES (OFFSETS ? 4 : KIND == INT4 ? 1 : 2)
@@ -178,7 +180,17 @@ UNROLL
 #endif
 }
 
-INLINE void read_codes(Held& held, u32 at) { held.w = WIDE ? shared16(at) : shared8(at); }
+// What a lane has of a row that begins at `row_at`, of which it is lane `quarter`. `swapped`: of lanes in which the second half is read
+// first, so that all of a warp's do not ask for the same banks.
+INLINE void read_codes(Held& held, u32 row_at, int quarter, bool swapped) {
+#if SPLIT_LOAD
+  const u32 at = row_at + quarter * 8;
+  const U4 a = shared8(swapped ? at + 32 : at), b = shared8(swapped ? at : at + 32);
+  held.w = U4{{swapped ? b.v[0] : a.v[0], swapped ? b.v[1] : a.v[1], swapped ? a.v[0] : b.v[0], swapped ? a.v[1] : b.v[1]}};
+#else
+  held.w = WIDE ? shared16(row_at + quarter * LOAD) : shared8(row_at + quarter * LOAD);
+#endif
+}
 
 // The bits of a pair's codes. Two constants in one instruction need a register for one of them: this one stays in it.
 INLINE u32 code_bits() { return INTEGERS ? 0xf0f0f0f0u : KIND == INT8 ? 0x007f007fu : KIND == FLOAT8 ? FLOAT8_BITS : 0x000f000fu; }
@@ -189,7 +201,7 @@ INLINE void decode(u32& first, u32& second, const Held& held, const Row& row, u3
   u32 v = permute(held.w.v[step >> 1], 0, 0x3120) >> ((step & 1) * 4);
   u32 zero = both(POWER + 8);
 #if ZEROS
-  zero = held.zero[HALVES ? step & 1 : 0];
+  zero = held.zero[HALF_OF_STEP(step)];
 #endif
   first = minus2((v & mask) | both(POWER), zero);
   second = minus2((v >> 8 & mask) | both(POWER), zero);
@@ -209,8 +221,8 @@ UNROLL
   first = minus2((v & mask) | both(POWER), (v & 0x00800080u) | both(POWER));
   second = minus2((v >> 8 & mask) | both(POWER), (v >> 8 & 0x00800080u) | both(POWER));
 #if ZEROS
-  first = minus2(first, held.zero[0]);
-  second = minus2(second, held.zero[0]);
+  first = minus2(first, held.zero[HALF_OF_STEP(step)]);
+  second = minus2(second, held.zero[HALF_OF_STEP(step)]);
 #endif
 #else
   u32 v = permute(held.w.v[step], 0, 0x1302);
@@ -236,10 +248,12 @@ INLINE void bytes_of(u32& first, u32& second, const Held& held, u32 mask, int v)
 
 // The first inner element, within a chunk, of those that lanes `lane % 4 == quarter` multiply, and how far from it the four of a step begin.
 INLINE int inner_of(int quarter) {
-  const int byte = quarter * LOAD;
+  const int byte = quarter * (SPLIT_LOAD ? 8 : LOAD);
   return FOUR_BITS ? byte / 32 * 64 + byte % 32 : byte;
 }
-INLINE int inner_offset(int step) { return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : step * 4; }
+INLINE int inner_offset(int step) {
+  return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : SPLIT_LOAD ? (step >> 1) * 32 + (step & 1) * 4 : step * 4;
+}
 
 // By all threads: barriers of a ring of stages, which `copiers` threads have filled and `readers` warps read.
 INLINE void open_ring(u32 full, u32 empty, int stages, int copiers, int readers) {

@@ -239,11 +239,14 @@ UNROLL
 UNROLL
     for (int s = 0; s < PER_WARP; s++) {
       if (s >= range.stages) break;
-      const u32 at = l.ring + slot * STAGE_BYTES + (warp * 16 + (lane >> 2)) * WIDTH + (lane & 3) * LOAD;
+      const u32 at = l.ring + slot * STAGE_BYTES + (warp * 16 + (lane >> 2)) * WIDTH;
       wait_at(l.full + 8 * slot, round & 1);
-      read_codes(held[s][0], at);
-      read_codes(held[s][1], at + 8 * WIDTH);
+      read_codes(held[s][0], at, lane & 3, lane >> 3 & 1);
+      read_codes(held[s][1], at + 8 * WIDTH, lane & 3, lane >> 3 & 1);
       wait_for_loads(held[s][0].w.v[0], held[s][1].w.v[0]);  // or what is copied next could overtake them
+#if SPLIT_LOAD
+      wait_for_loads(held[s][0].w.v[2], held[s][1].w.v[2]);
+#endif
       if (lane == 0) arrive_at(l.empty + 8 * slot);
       if (++slot == STAGES) slot = 0, round++;
       if (range.begin + s * WARPS + warp >= range.end) break;
@@ -300,7 +303,7 @@ UNROLL
 UNROLL
         for (int i = 0; i < TILES; i++) {
 #if GROUPED
-          warp_mma(sums[HALVES ? step & 1 : 0][i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
+          warp_mma(sums[HALF_OF_STEP(step)][i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
 #else
           warp_mma(acc[i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
 #endif

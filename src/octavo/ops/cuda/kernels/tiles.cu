@@ -129,7 +129,7 @@ UNROLL
     Held held[2];
 UNROLL
     for (int h = 0; h < 2; h++) {
-      read_codes(held[h], stage_at + W_AT + (part * COLUMNS + n + 8 * h) * WIDTH + (lane & 3) * LOAD);
+      read_codes(held[h], stage_at + W_AT + (part * COLUMNS + n + 8 * h) * WIDTH, lane & 3, lane >> 3 & 1);
 #if ZEROS && !INTEGERS
 UNROLL
       for (int i = 0; i < SCALES_A_CHUNK; i++) {
@@ -158,7 +158,7 @@ UNROLL
 
 // The group, within a stage, of an operand.
 INLINE int group_of_operand(int i) {
-#if HALVES && !INTEGERS
+#if HALVES && FOUR_BITS && !INTEGERS
   return i / STEPS * 2 + i % 2;
 #else
   return i * GROUPS_A_STAGE / OPERANDS;
