@@ -53,11 +53,6 @@ class Form:
     """Groups have offsets (see `OffsetWeight`), in the place of zero points; `zeros` too then."""
 
     @property
-    def halves(self) -> bool:
-        """A chunk is two groups."""
-        return self.group == 32 and (self.kind in FOUR_BITS or (self.kind == "int8" and self.wide))
-
-    @property
     def width(self) -> int:
         """Bytes of a row in a chunk."""
         return 64 if self.wide else 32
@@ -69,7 +64,8 @@ class Form:
 
     def bytes_of_groups(self, columns: int) -> int:
         """Of the scales and zeros that so many columns have for a chunk."""
-        return (2 if self.halves else 1) * columns * ((4 if self.scale_type == 0 else 2) + self.zero_bytes)
+        short = self.group == 32 and (self.kind in FOUR_BITS or (self.kind == "int8" and self.wide))
+        return (self.chunk // 32 if short else 1) * columns * ((4 if self.scale_type == 0 else 2) + self.zero_bytes)
 
     @property
     def zero_bytes(self) -> int:
@@ -351,8 +347,8 @@ def form_of(weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) ->
     four = layout.kind in FOUR_BITS
     wide, narrow = (128, 64) if four else (64, 32)
     group = layout.group or layout.inner
-    twice = layout.group == 32 and (four or (layout.kind == "int8" and layout.inner % wide == 0))
-    if (not twice and group % narrow) or layout.inner % narrow:
+    short = layout.group == 32 and (four or (layout.kind == "int8" and layout.inner % wide == 0))
+    if (not short and group % narrow) or layout.inner % narrow:
         return None
     scale_type = 0 if layout.scales is None else _index(layout.scales.dtype)
     table_type = 0 if layout.table is None else _index(layout.table.dtype)
@@ -362,7 +358,7 @@ def form_of(weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) ->
     return Form(
         kind=layout.kind,
         half=dtype == torch.float16,
-        wide=layout.inner % wide == 0 and (group % wide == 0 or (twice and not four)),
+        wide=layout.inner % wide == 0 and (group % wide == 0 or short),
         group=layout.group,
         row_block=layout.row_block,
         scale_type=scale_type,

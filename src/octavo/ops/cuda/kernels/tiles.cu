@@ -132,7 +132,7 @@ UNROLL
       read_codes(held[h], stage_at + W_AT + (part * COLUMNS + n + 8 * h) * WIDTH, lane & 3, lane >> 3 & 1);
 #if ZEROS && !INTEGERS
 UNROLL
-      for (int i = 0; i < SCALES_A_CHUNK; i++) {
+      for (int i = 0; i < GROUPS_A_CHUNK; i++) {
         const int group = part * GROUPS_A_STAGE / PARTS + i;
         held[h].zero[i] = shared_zero<false>(stage_at + ZEROS_AT + (group * COLUMNS + n + 8 * h) * ZERO_BYTES);
       }
@@ -158,8 +158,10 @@ UNROLL
 
 // The group, within a stage, of an operand.
 INLINE int group_of_operand(int i) {
-#if HALVES && FOUR_BITS && !INTEGERS
-  return i / STEPS * 2 + i % 2;
+#if SHORT_GROUPS && INTEGERS
+  return i / VECTORS * GROUPS_A_CHUNK + GROUP_OF_VECTOR(i % VECTORS);
+#elif SHORT_GROUPS
+  return i / STEPS * GROUPS_A_CHUNK + GROUP_OF_STEP(i % STEPS);
 #else
   return i * GROUPS_A_STAGE / OPERANDS;
 #endif
