@@ -88,7 +88,8 @@ class LowBitLinear:
 
     def with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product of few rows, where one kernel adds up codes and offsets; else None."""
-        form = self._form(weight, x.dtype, bias=bias is not None) if x.dtype in _HALF and len(x) else None
+        few = x.dtype in _HALF and 0 < len(x) <= _MOST_ROWS_WITH_OFFSETS
+        form = self._form(weight, x.dtype, bias=bias is not None) if few else None
         inner = weight.in_features
         native = None if form is None else cuda.choice(form, weight.out_features, inner, len(x), sm_count(x.device))
         if form is None or native is None:
@@ -119,18 +120,17 @@ class LowBitLinear:
         tuning = dense.choice(form, weight.out_features, weight.in_features, rows, sm_count(weight.data.device))
         return None if tuning is None else (form, tuning)
 
-    def _reserve(self, weight: LowBit | OffsetWeight, dtype: torch.dtype) -> None:
-        """Make the workspace large enough for any number of rows, and have the kernels compiled meanwhile."""
+    def _reserve(self, weight: LowBit | OffsetWeight, dtype: torch.dtype, fewest: int = 1) -> None:
+        """Make the workspace large enough for any number of rows from `fewest` on, and have the kernels compiled meanwhile."""
         layout, device, columns, most = low_bit_layout(weight), weight.data.device, weight.out_features, _most_rows(weight)
-        if isinstance(weight, OffsetWeight) and self._form(weight, dtype, bias=False) is None:
-            self._reserve(weight.codes, dtype)
-            return
         form = self._form(weight, dtype, bias=False)
-        shape = (form, layout.kind, layout.group, columns, layout.inner, most)
+        if isinstance(weight, OffsetWeight):  # others are multiplied with the codes alone
+            self._reserve(weight.codes, dtype, 1 if form is None else most + 1)
+        shape = (form, layout.kind, layout.group, columns, layout.inner, fewest, most)
         if shape in self._reserved:
             return
         self._reserved.add(shape)
-        for rows in range(1, most + 1):
+        for rows in range(fewest, most + 1):
             native = None if form is None else _native(form, columns, layout.inner, rows, sm_count(device))
             if form is None or native is None:
                 continue
@@ -167,8 +167,14 @@ _MOST_ROWS_BEFORE_8_BITS = 8
 """From here on, products of inputs rounded to 8 bits are faster, where a weight was made for them."""
 
 
+_MOST_ROWS_WITH_OFFSETS = 32
+"""Beyond them sums of integers, converted group by group, cost more than a product for the offsets."""
+
+
 def _most_rows(weight: LowBit | OffsetWeight) -> int:
     """That the CUDA C++ kernels are asked for."""
+    if isinstance(weight, OffsetWeight):
+        return _MOST_ROWS_WITH_OFFSETS
     rounds = isinstance(weight, (Int8Weight, Float8Weight)) and weight.activations.kind != "float"
     return _MOST_ROWS_BEFORE_8_BITS if rounds else cuda.MOST_ROWS
 
