@@ -26,6 +26,7 @@ from benchmarks.gpu_step import WEIGHTS
 from benchmarks.gpu_throughput import MAX_MODEL_LEN, SHAPES
 from octavo.cli.bench.results import environment, write_json
 from octavo.frontend.launch import engine_args, prepare_launch
+from octavo.models.decoder import Model
 from octavo.models.loader import load_model
 from octavo.ops.registry import load_ops
 
@@ -81,15 +82,19 @@ def measure(folder: str) -> dict[str, Any]:
     config = prepare_launch(engine_args(folder, settings)).config
     torch.zeros(1, device=DEVICE)  # a context is there from here on
 
-    def load_s() -> float:
+    def load() -> tuple[Model, float]:
         start = time.perf_counter()
-        load_model(config, load_ops("cuda"), DEVICE, lambda *_: None)
+        model = load_model(config, load_ops("cuda"), DEVICE, lambda *_: None)
         torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return model, time.perf_counter() - start
 
-    first, again = load_s(), [load_s() for _ in range(AGAIN)]
+    model, first = load()
+    torch.cuda.empty_cache()
+    memory = {"weights_bytes": model.weights_bytes, "reserved_bytes": torch.cuda.memory_reserved()}
+    del model
+    again = [load()[1] for _ in range(AGAIN)]
     file = Path(folder) / "model.safetensors"
-    return {"file_bytes": file.stat().st_size, "read_s": read_seconds(file), "load_s": first, "load_again_s": again}
+    return {"file_bytes": file.stat().st_size, **memory, "read_s": read_seconds(file), "load_s": first, "load_again_s": again}
 
 
 def main() -> None:
@@ -112,7 +117,8 @@ def main() -> None:
         again = min(one["load_again_s"])
         print(
             f"{form:6} {one['file_bytes'] / 1e9:6.2f} GB, read {one['read_s']:.3f} s, loaded in a new process {one['load_s']:.3f} s, again "
-            f"{again:.3f} s ({again / one['read_s']:.2f} times)",
+            f"{again:.3f} s ({again / one['read_s']:.2f} times); weights {one['weights_bytes'] / 1e9:.2f} GB, memory held for them "
+            f"{one['reserved_bytes'] / 1e9:.2f}",
             flush=True,
         )
     write_json(options.out, {"bench": "gpu_load", "results": results, "environment": environment()})
