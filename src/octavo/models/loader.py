@@ -198,7 +198,7 @@ def has_low_bit(config: EngineConfig) -> bool:
     form, on_the_fly = weight_format(config)
     if form is None or on_the_fly is not None or config.model.load_format == "dummy" or form.method == "mxfp4":
         return True
-    return has_pieces(_names(config.model.path), form)
+    return has_pieces((stored.name for stored in _stored(config.model.path, None, None)[1]), form)
 
 
 def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) -> int:
@@ -353,7 +353,8 @@ def _stored(
     """The size of all weights in bytes, and the tensors, file by file; for the arguments see `open_safetensors` and `open_gguf`."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on, reader)
-    if files := _pickled(path):
+    files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
+    if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
     return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader, ahead) for file in files)
@@ -361,14 +362,9 @@ def _stored(
 
 def _names(path: str) -> list[str]:
     """Of all tensors of a folder."""
-    if files := _pickled(path):
-        return [stored.name for file in files for stored in open_pickled(file)]
-    return [name for file in weight_files(path) for name in tensor_names(file)]
-
-
-def _pickled(path: str) -> list[str]:
-    """Files of a folder that has no others."""
-    return pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
+    if glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
+        return [name for file in weight_files(path) for name in tensor_names(file)]
+    return [stored.name for stored in _stored(path, None, None)[1]]
 
 
 def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[StoredTensor]:
