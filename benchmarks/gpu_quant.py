@@ -1,8 +1,9 @@
 """Products with low-bit weights on one GPU: measured against the time to read the weights once, and against cuBLAS in bf16.
 
-    python benchmarks/gpu_quant.py [--tune] [--kinds int4-128 float8] [--rows 1 8 32]
+    python benchmarks/gpu_quant.py [--tune] [--kinds int4-128 float8 q4_k] [--rows 1 8 32]
 
-Shapes of Llama-3.1-8B. Kinds: int4 in groups of 128 and by row, table, int8 and float8 by row. For each number of rows: what the engine
+Shapes of Llama-3.1-8B. Kinds: int4 in groups of 128 and by row, table, int8 and float8 by row, and what GGUF's Q4_0, Q8_0 and Q4_K become:
+groups of 32, the last with an offset each. For each number of rows: what the engine
 does; the way for many rows (unpack and cuBLAS; 8-bit products of rounded inputs); cuBLAS in bf16 in the same run; the floor, the weight's
 bytes at the card's read bandwidth or the products at its peak; with --tune also the best of a grid of tunings of the CUDA C++ kernels.
 Weights are rotated past the L2 cache inside one CUDA graph. Prints a table and writes benchmarks/results/gpu_quant.json.
@@ -16,7 +17,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,17 @@ from octavo.ops.coded import Activations, CodedRows
 from octavo.ops.cuda import compiled, ordered
 from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import architecture
-from octavo.ops.packed import DenseWeight, SegmentedWeight
+from octavo.ops.packed import DenseWeight, OffsetWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import unpack
 from octavo.ops.triton.launch import sm_count
-from octavo.ops.triton.low_bit import LowBitLinear, _eight_bit_product
+from octavo.ops.triton.linear import TritonLinear
+from octavo.ops.triton.low_bit import _eight_bit_product
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout, unpack_weight
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 KINDS = {"int4-128": ("int4", 128), "int4": ("int4", 0), "table": ("table", 0), "int8": ("int8", 0), "float8": ("float8", 0)}
+KINDS |= {"q4_0": ("int4", 32), "q8_0": ("int8", 32), "q4_k": ("int4 + offset", 32)}
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 BF16_FLOPS = 790e12
 """Of large products on an H200."""
@@ -49,24 +52,28 @@ def coded(kind: str, out: int, inner: int, group: int) -> CodedRows:
     """Random codes whose product has the size of a layer's."""
     groups = inner // group if group else 1
     scales = torch.rand(out, groups, device=DEVICE) * 0.01 + 0.005
-    if kind == "int4":
+    if kind.startswith("int4"):
         codes = torch.randint(0, 16, (out, inner), device=DEVICE, dtype=torch.uint8)
         zeros = torch.full((out, groups), 8, device=DEVICE, dtype=torch.int16)
+        if kind == "int4 + offset":
+            return CodedRows(codes, 4, scales, zeros, minimums=torch.randn_like(scales) * 0.05, group=group)
         return CodedRows(codes, 4, scales.half(), zeros, group=group)
     if kind == "table":
         codes = torch.randint(0, 16, (out, inner), device=DEVICE, dtype=torch.uint8)
         return CodedRows(codes, 4, table=torch.randn(out, 16, device=DEVICE).half() * 0.02)
     if kind == "int8":
         codes = torch.randint(-127, 128, (out, inner), device=DEVICE, dtype=torch.int8)
+        if group:
+            return CodedRows(codes, 8, (scales / 16).half(), group=group)
         return CodedRows(codes, 8, scales / 16, activations=Activations("int8"))
     codes = (torch.randn(out, inner, device=DEVICE) * 50).to(torch.float8_e4m3fn)
     return CodedRows(codes, 8, scales / 64, activations=Activations("float8"))
 
 
-def packed(layer: LowBitLinear, kind: str, out: int, inner: int, group: int) -> LowBit:
-    weight = layer.pack(coded(kind, out, inner, group), torch.bfloat16)
+def packed(layer: TritonLinear, kind: str, out: int, inner: int, group: int) -> LowBit | OffsetWeight:
+    weight = layer.pack_coded(coded(kind, out, inner, group), torch.bfloat16)
     assert not isinstance(weight, (DenseWeight, SegmentedWeight))
-    return weight  # type: ignore[return-value]
+    return weight
 
 
 def grid(form: cuda.Form, columns: int, inner: int, rows: int) -> Iterator[cuda.Tuning | ordered.Ordered]:
@@ -90,11 +97,12 @@ def grid(form: cuda.Form, columns: int, inner: int, rows: int) -> Iterator[cuda.
             sums = tile if integers else tile // 2
             registers = 40 + (32 if integers else 64) + tile // 2 + (sums if form.group else 0)
             fits = registers <= 504 // blocks // (groups + 1) and tiled.shared_bytes(form, inner) * 3 <= SHARED_BYTES // blocks
-            if rows / 2 <= tile <= max(16, rows) and fits and (form.integers or not integers):
+            takes = form.integers if integers else not form.offsets
+            if rows / 2 <= tile <= max(16, rows) and fits and takes:
                 yield tiled.filled(form)
 
 
-def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning | ordered.Ordered] | None:
+def tuned(weights: Sequence[LowBit | OffsetWeight], x: torch.Tensor) -> tuple[float, cuda.Tuning | ordered.Ordered] | None:
     form = cuda.form_of(weights[0], x.dtype, bias=False)
     if form is None or len(x) > cuda.MOST_ROWS or architecture(x.device) is None:
         return None
@@ -106,7 +114,7 @@ def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning | 
         else:
             cuda.prepare(form, tuning, inner, DEVICE)
 
-    def product(tuning: cuda.Tuning | ordered.Ordered) -> Callable[[LowBit], torch.Tensor]:
+    def product(tuning: cuda.Tuning | ordered.Ordered) -> Callable[[Any], torch.Tensor]:
         if isinstance(tuning, ordered.Ordered):
             return lambda weight: ordered.multiply(x, weight, None, form, tuning)
         elements, counters = cuda.workspace_size(rows, columns, inner, tuning, sm_count(DEVICE))
@@ -117,10 +125,12 @@ def tuned(weights: list[LowBit], x: torch.Tensor) -> tuple[float, cuda.Tuning | 
     return min(timed, key=lambda pair: pair[0])
 
 
-def many_rows(weights: list[LowBit], x: torch.Tensor) -> float:
-    """The way that is taken where the weight is not read as it is stored."""
+def many_rows(weights: Sequence[LowBit | OffsetWeight], x: torch.Tensor) -> float | None:
+    """The way that is taken where the weight is not read as it is stored; None: not measured."""
+    if isinstance(weights[0], OffsetWeight):
+        return None
 
-    def one(weight: LowBit) -> torch.Tensor:
+    def one(weight: Any) -> torch.Tensor:
         out = _eight_bit_product(x, weight, None)
         return F.linear(x, unpack_weight(weight, x.dtype)) if out is None else out
 
@@ -141,7 +151,7 @@ def main() -> None:
     for name, (out, inner) in SHAPES.items():
         dense = [torch.randn(out, inner, device=DEVICE, dtype=torch.bfloat16) for _ in range(max(2, int(3e8 / (2 * out * inner)) + 1))]
         for kind, group in (KINDS[k] for k in args.kinds):
-            layer = LowBitLinear()
+            layer = TritonLinear()
             first = packed(layer, kind, out, inner, group)
             weights = [first, *(packed(layer, kind, out, inner, group) for _ in range(max(1, min(31, int(3e8 / first.nbytes)))))]
             torch.cuda.synchronize()  # `ops.registry.Linear` wants whole weights
@@ -165,7 +175,7 @@ def main() -> None:
                 results.append({k: round(v, 2) if isinstance(v, float) else v for k, v in entry.items()})
                 us, floor, cublas = entry["engine_us"], entry["floor_us"], entry["cublas_bf16_us"]
                 print(
-                    f"{name:8} {kind:6} g{group:<3} M={rows:<5} {us:8.2f} us, {us / floor:5.2f} of the floor {floor:7.2f}, "
+                    f"{name:8} {kind:13} g{group:<3} M={rows:<5} {us:8.2f} us, {us / floor:5.2f} of the floor {floor:7.2f}, "
                     f"{cublas / us:5.2f} times as fast as cuBLAS in bf16{'' if best is None else f', best of the grid {best[0]:.2f} {best[1]}'}",
                     flush=True,
                 )

@@ -17,6 +17,7 @@ import torch
 from octavo.ops.cuda import dense, ordered
 from octavo.ops.cuda.launch import Boxes
 from octavo.ops.cuda.low_bit import Form, Images, Tiles, Tuning, arguments, boxes_of, grid_of, source, workspace_size
+from octavo.ops.packed import OffsetWeight
 from octavo.ops.triton.low_bit_matmul import LowBit, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 
@@ -86,7 +87,7 @@ extern "C" void run(const {kind}* p, {"".join(f"const Map* {name}, " for name in
     return call
 
 
-def emulate(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
+def emulate(x: torch.Tensor, weight: LowBit | OffsetWeight, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
     """As `octavo.ops.cuda.low_bit.multiply`."""
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
     layout = low_bit_layout(weight)

@@ -160,6 +160,10 @@ class Assembly:
         target = self._target(pattern_of(_WRAPPERS.sub("", name))[0])
         return None if target is None else target.parameter
 
+    def has_place_for(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is one of the model's parameters."""
+        return self.parameter_of(name) is not None
+
     def _target(self, pattern: str) -> Target | None:
         bare = [pattern, *(pattern.removeprefix(prefix) for prefix in self._strip if pattern.startswith(prefix))]
         names = (name for one in bare for name in (one, self._prefix + one))

@@ -45,7 +45,7 @@ from octavo.weights.mxfp4 import has_packed_experts, whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import has_pieces, whole_weights
-from octavo.weights.safetensors import open_safetensors, weight_files
+from octavo.weights.safetensors import Wanted, open_safetensors, tensor_names, weight_files
 from octavo.weights.stored import StoredTensor
 
 Progress = Callable[[str, int, int], None]
@@ -338,17 +338,27 @@ def fill(
             if config.model.load_format == "dummy":
                 return _fill_dummy(assembly, needed, config.model.seed, progress, form)
             with ParallelReader(assembly.device) if assembly.device.type != "cpu" else nullcontext() as reader:
-                total, tensors = _stored(config.model.path, gguf, reader, packed_on)
+                ahead: Wanted | None = None
+                if form is not None:  # pieces are read whole, whatever is kept of them
+                    ahead = _every_tensor
+                elif config.parallel.world == 1:
+                    ahead = assembly.has_place_for
+                total, tensors = _stored(config.model.path, gguf, reader, packed_on, ahead)
                 if form is not None and form.method == "mxfp4":
                     tensors = whole_experts(tensors, assembly.device)
                 elif form is not None:
-                    names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
+                    names = _names(config.model.path)
                     tensors = whole_weights(tensors, names, form, assembly.device)
                 return _fill_stored(assembly, total, tensors, progress)
     except (RuntimeError, MemoryError, OSError) as e:
         if not (isinstance(e, torch.OutOfMemoryError) or address_space.is_refusal(e)):
             raise
         raise ConfigError(too_large(config, needed)) from None
+
+
+def _every_tensor(name: str) -> bool:
+    del name
+    return True
 
 
 def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress, form: Format | None) -> Weights:
@@ -373,16 +383,27 @@ def _fill_stored(assembly: Assembly, total: int, tensors: Iterable[StoredTensor]
 
 
 def _stored(
-    path: str, gguf: GgufFile | None, reader: ParallelReader | None, packed_on: torch.device | None = None
+    path: str,
+    gguf: GgufFile | None,
+    reader: ParallelReader | None,
+    packed_on: torch.device | None = None,
+    ahead: Wanted | None = None,
 ) -> tuple[int, Iterable[StoredTensor]]:
-    """The size of all weights in bytes, and the tensors, file by file."""
+    """The size of all weights in bytes, and the tensors, file by file; for the arguments see `open_safetensors` and `open_gguf`."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on, reader)
     files = [] if _has_safetensors(path) else pickled_files(path)
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
-    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader) for file in files)
+    return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(open_safetensors(file, reader, ahead) for file in files)
+
+
+def _names(path: str) -> list[str]:
+    """Of all tensors of a folder."""
+    if glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
+        return [name for file in weight_files(path) for name in tensor_names(file)]
+    return [stored.name for stored in _stored(path, None, None)[1]]
 
 
 def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[StoredTensor]:

@@ -143,6 +143,11 @@ class OffsetWeight:
     in_features: int
     nbytes: int
 
+    @property
+    def data(self) -> torch.Tensor:
+        """Of the codes."""
+        return self.codes.data
+
 
 @dataclass(frozen=True)
 class SegmentedWeight:

@@ -13,14 +13,21 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.ops.coded import CodedRows
 from octavo.ops.packed import EncodedRows
+from octavo.weights.read_ahead import LARGEST_BYTES
 from octavo.weights.stored import StoredTensor
+
+
+def _room_for(stored: StoredTensor, destination: torch.Tensor) -> torch.Tensor:
+    """As the checkpoint has it, where it is to be rearranged: on the destination's device, unless that is much beside the weights there."""
+    device = destination.device if stored.nbytes <= LARGEST_BYTES else torch.device("cpu")
+    return torch.empty(stored.shape, dtype=destination.dtype, device=device)
 
 
 def transposed(stored: StoredTensor) -> StoredTensor:
     """A matrix the other way round, or each of several."""
 
     def copy_into(destination: torch.Tensor) -> None:
-        whole = torch.empty(stored.shape, dtype=destination.dtype)
+        whole = _room_for(stored, destination)
         stored.copy_into(whole)
         destination.copy_(whole.transpose(-1, -2))
 
@@ -60,10 +67,10 @@ def reordered(stored: StoredTensor, order: npt.NDArray[np.int64]) -> StoredTenso
         )
 
     def copy_into(destination: torch.Tensor) -> None:
-        whole = torch.empty(stored.shape, dtype=destination.dtype)
+        whole = _room_for(stored, destination)
         stored.copy_into(whole)
         rows = whole.flatten() if flat else whole
-        destination.copy_(rows[torch.from_numpy(order)].view(stored.shape))
+        destination.copy_(rows[torch.from_numpy(order).to(rows.device)].view(stored.shape))
 
     encoded = None if stored.encoded is None else _encoded(stored.encoded, order)
     coded = None if stored.coded is None else _coded(stored.coded, order)

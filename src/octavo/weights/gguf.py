@@ -17,7 +17,8 @@ from octavo.ops.packed import EncodedRows
 from octavo.weights.gguf_blocks import is_float, unpack
 from octavo.weights.gguf_bytes import GgufBytes, unread_rows
 from octavo.weights.gguf_coded import coded_rows, is_readable, packed_bits
-from octavo.weights.parallel_read import ParallelReader
+from octavo.weights.parallel_read import Arrival, ParallelReader
+from octavo.weights.read_ahead import LARGEST_BYTES, in_advance
 from octavo.weights.stored import StoredTensor
 
 _CHUNK_VALUES: Final = 2**20
@@ -33,11 +34,17 @@ def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: Par
 
     Args:
         packed_on: where matrices are wanted as codes too, if they are.
-        reader: reads instead what goes to a device as it is.
+        reader: reads instead what its device unpacks, before its turn where that is not too much.
 
     Raises:
         CheckpointError: the file cannot be opened, or it is not what its header says.
     """
+    tensors = _tensors(gguf, packed_on, reader)
+    yield from (stored for stored, _ in tensors) if reader is None else in_advance(tensors)
+
+
+def _tensors(gguf: GgufFile, packed_on: torch.device | None, reader: ParallelReader | None) -> Iterator[tuple[StoredTensor, int]]:
+    """And the bytes of each that are on their way."""
     data = GgufBytes(gguf)
     scales = _outer_scales(gguf, data)
     for whole in gguf.tensors.values():
@@ -48,10 +55,15 @@ def open_gguf(gguf: GgufFile, packed_on: torch.device | None = None, reader: Par
         if len(outer) not in (1, len(parts)):
             raise CheckpointError(f"{gguf.path}: tensor {whole.name} has {len(outer)} scales, and consists of {len(parts)} matrices.")
         for i, tensor in enumerate(parts):
-            blocks = _Blocks(data, tensor, gguf.path, reader, outer[i % len(outer)])
+            arrival = None
+            if reader is not None and is_readable(tensor.type) and tensor.nbytes <= LARGEST_BYTES:
+                place = torch.empty(tensor.nbytes, dtype=torch.uint8, device=reader.device)
+                (arrival,) = reader.begin(gguf.path, tensor.offset, [place])
+            blocks = _Blocks(data, tensor, gguf.path, reader, outer[i % len(outer)], arrival)
             copier, encoded = _copier(blocks), _encoded(data, tensor)
             coded = None if packed_on is None else _coded(blocks, packed_on)
-            yield StoredTensor(tensor.name, tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded, coded=coded)
+            stored = StoredTensor(tensor.name, tensor.shape, tensor.nbytes, gguf.path, copier, encoded=encoded, coded=coded)
+            yield stored, 0 if arrival is None else tensor.nbytes
 
 
 _SCALE, _INPUT_SCALE = ".scale", ".input_scale"
@@ -111,6 +123,8 @@ class _Blocks:
     reader: ParallelReader | None = None
     outer: float = 1.0
     """What all values are multiplied with."""
+    arrival: Arrival | None = None
+    """The tensor's bytes, on their way to the reader's device."""
 
     @property
     def rows(self) -> int:
@@ -119,6 +133,8 @@ class _Blocks:
     def read(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """Rows [start, stop): [rows, bytes of a row] uint8."""
         size = self.tensor.nbytes // self.rows
+        if self.arrival is not None:
+            return self.arrival.wait().view(self.rows, size)[start:stop].to(device)
         begin = self.tensor.offset + start * size
         if self.reader is None or self.reader.device.type != device.type:
             stored = self.data.read(self.tensor.name, begin, (stop - start) * size)

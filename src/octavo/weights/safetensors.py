@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from octavo.checkpoint.stand_in import stand_in
 from octavo.errors import CheckpointError
 from octavo.ops.packed import EncodedRows
 from octavo.weights.parallel_read import ParallelReader
+from octavo.weights.read_ahead import Entry, ReadAhead, in_advance
 from octavo.weights.stored import StoredTensor
 
 _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,6 +39,9 @@ _CODES: Final = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Further ones that the pieces of a quantised weight can have."""
+Wanted = Callable[[str], bool]
+"""Whether something asks for the tensor of a name."""
+
 _INDEX: Final = "model.safetensors.index.json"
 
 
@@ -83,36 +88,61 @@ def _indexed_files(folder: str, index: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def open_safetensors(path: str, reader: ParallelReader | None = None) -> Iterator[StoredTensor]:
+def open_safetensors(path: str, reader: ParallelReader | None = None, ahead: Wanted | None = None) -> Iterator[StoredTensor]:
     """The tensors of one file. Pages are mapped, and read when a tensor is copied.
 
     Args:
         reader: reads instead what goes to a device as it is.
+        ahead: which tensors that device will want whole: they are on their way before their turn. None: none.
 
     Raises:
         CheckpointError: unreadable, truncated or corrupt; names the first tensor that is hurt.
     """
+    with _opened(path) as file:
+        names = list(file.keys())
+        entries = {} if reader is None else _entries(path)
+        tensors = (_stored(file, name, path, reader, entries) for name in names)
+        if reader is None or ahead is None:
+            yield from tensors
+        else:
+            wanted = [entry for name in names if (entry := entries.get(name)) is not None and ahead(name)]
+            yield from in_advance(map(ReadAhead(path, wanted, reader).arriving, tensors))
+
+
+def tensor_names(path: str) -> list[str]:
+    """Of one file.
+
+    Raises:
+        CheckpointError: see `open_safetensors`.
+    """
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
     require_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            begins = {} if reader is None else _begins(path)
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                view = file.get_slice(name)
-                dtype, shape = view.get_dtype(), tuple(view.get_shape())
-                if dtype not in _DTYPES:  # refused when it is read: buffers that nobody reads may be of any dtype
-                    begin = None if reader is None or dtype not in _CODES else begins[name]
-                    raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
-                    nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
-                    yield StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
-                    continue
-                nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
-                place = None if reader is None else _Place(reader, begins[name], _DTYPES[dtype])
-                copy, region = _copier(file, name, path, place), _region_copier(file, name, path, place)
-                raw = _raw(file, name, path, reader, begins.get(name), _DTYPES[dtype], shape)
-                yield StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
+            yield file
     except (SafetensorError, OSError) as e:
         what = stand_in(path) or f"{path}: not a sound safetensors file: {_diagnosis(path) or e}. Download it again."
         raise CheckpointError(what) from None
+
+
+def _stored(file: Any, name: str, path: str, reader: ParallelReader | None, entries: Mapping[str, Entry]) -> StoredTensor:
+    view = file.get_slice(name)
+    dtype, shape = view.get_dtype(), tuple(view.get_shape())
+    if dtype not in _DTYPES:  # refused when it is read: buffers that nobody reads may be of any dtype
+        begin = None if reader is None or dtype not in _CODES else entries[name].begin
+        raw = _raw(file, name, path, reader, begin, _CODES[dtype], shape) if dtype in _CODES else None
+        nbytes = _CODES[dtype].itemsize * torch.Size(shape).numel() if dtype in _CODES else 0
+        return StoredTensor(name, shape, nbytes, path, _refuser(name, dtype, path), raw=raw, dtype=_CODES.get(dtype))
+    nbytes = _DTYPES[dtype].itemsize * torch.Size(shape).numel()
+    place = None if reader is None else _Place(reader, entries[name].begin, _DTYPES[dtype])
+    copy, region = _copier(file, name, path, place), _region_copier(file, name, path, place)
+    raw = _raw(file, name, path, reader, None if place is None else place.offset, _DTYPES[dtype], shape)
+    return StoredTensor(name, shape, nbytes, path, copy, region, _encoded(file, name, dtype, path), raw, _DTYPES[dtype])
 
 
 def _read(file: Any, name: str, path: str) -> torch.Tensor:
@@ -183,12 +213,17 @@ def _raw(
     return raw
 
 
-def _begins(path: str) -> dict[str, int]:
-    """Where in the file each tensor begins. The header was found sound."""
+def _entries(path: str) -> dict[str, Entry]:
+    """Where in the file each tensor is whose dtype is known. The header was found sound."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+    known = {**_DTYPES, **_CODES}
+    return {
+        name: Entry(name, known[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in known
+    }
 
 
 def _encoded(file: Any, name: str, dtype: str, path: str) -> Callable[[], EncodedRows]:

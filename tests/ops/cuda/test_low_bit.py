@@ -11,8 +11,8 @@ import torch
 from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.cuda.compiler import CompilerError, compile_kernel, library
 from octavo.ops.cuda.low_bit import Form, Program, Stream, Tiles, Tuning, choice, form_of, multiply, workspace_size
-from octavo.ops.packed import DenseWeight, SegmentedWeight
-from octavo.ops.reference.low_bit import pack_coded
+from octavo.ops.packed import DenseWeight, Int4Weight, OffsetWeight, SegmentedWeight
+from octavo.ops.reference.low_bit import pack_coded, pack_low_bit
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import LowBit
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
@@ -30,6 +30,7 @@ KINDS = [
     ("int4", 64, False),
     ("int4", 32, True),
     ("table", 0, False),
+    ("table", 32, False),
     ("int8", 0, False),
     ("int8", 0, True),
     ("int8", 64, True),
@@ -58,8 +59,9 @@ def coded(kind: str, out: int, inner: int, group: int, *, zeros: bool) -> CodedR
         codes = torch.randint(0, 16, (out, inner), dtype=torch.uint8)
         return CodedRows(codes.to(DEVICE), 4, scales.half(), points.to(DEVICE), group=group)
     if kind == "table":
-        table = torch.randn(out, 16).half() * 0.02
-        return CodedRows(torch.randint(0, 16, (out, inner), dtype=torch.uint8).to(DEVICE), 4, table=table.to(DEVICE))
+        table = torch.randn(out, 16).half() * (2.0 if group else 0.02)
+        codes = torch.randint(0, 16, (out, inner), dtype=torch.uint8).to(DEVICE)
+        return CodedRows(codes, 4, scales.half() if group else None, table=table.to(DEVICE), group=group)
     if kind == "int8":
         points = torch.randint(-100, 100, (out, groups), dtype=torch.int16).to(DEVICE) if zeros else None
         return CodedRows(torch.randint(-128, 128, (out, inner), dtype=torch.int8).to(DEVICE), 8, scales / 16, points, group=group)
@@ -72,7 +74,17 @@ def packed(rows: CodedRows, dtype: torch.dtype) -> LowBit:
     return weight
 
 
-def product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, tuning: Tuning) -> torch.Tensor:
+def with_minimums(kind: str, out: int, inner: int) -> tuple[CodedRows, OffsetWeight]:
+    """Runs of 32 as GGUF's blocks have them, with offsets as large as what their codes stand for."""
+    rows = coded(kind, out, inner, 32, zeros=False)
+    assert rows.scales is not None
+    rows = dataclasses.replace(rows, minimums=(torch.randn(rows.scales.shape) * (0.1 if kind == "int4" else 0.05)).to(DEVICE))
+    weight = pack_low_bit(rows, torch.bfloat16)
+    assert isinstance(weight, OffsetWeight)
+    return rows, weight
+
+
+def product(x: torch.Tensor, weight: LowBit | OffsetWeight, bias: torch.Tensor | None, tuning: Tuning) -> torch.Tensor:
     form = form_of(weight, x.dtype, bias=bias is not None)
     assert form is not None
     if not ON_GPU:
@@ -93,7 +105,9 @@ def combinations() -> list[Any]:
         for kind in KINDS
         for tuning in TUNINGS
         if isinstance(tuning, Stream) or not tuning.integers or kind[0] in ("int4", "int8")
-        if ON_GPU or tuning in (TUNINGS[0], TUNINGS[4], TUNINGS[6]) or kind[:2] in (("int4", 128), ("float8", 0))
+        if ON_GPU
+        or tuning in (TUNINGS[0], TUNINGS[4], TUNINGS[6])
+        or kind[:2] in (("int4", 128), ("int4", 32), ("float8", 0), ("int8", 32))
     ]
 
 
@@ -107,6 +121,42 @@ def test_the_dequantised_product(kind: str, group: int, zeros: bool, tuning: Tun
     got = product(x, packed(rows, dtype), bias, tuning)
     limit = 4e-4 if dtype == torch.float16 else 2.5e-3  # what rounding the result costs
     assert error(got, x.double() @ dequantize(rows, torch.float64).T + bias.double()) < limit
+
+
+OFFSET_TUNINGS: list[Tuning] = [
+    Stream(1, 4, 1, 2),
+    Stream(1, 2, 2, 3),
+    Tiles(16, 1, 3, 2),
+    Tiles(32, 2, 2),
+    Tiles(64, 2, 2),
+    Tiles(128, 1, 2),
+]
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("tuning", OFFSET_TUNINGS if ON_GPU else [OFFSET_TUNINGS[i] for i in (0, 3, 4)], ids=str)
+def test_offsets_of_groups(kind: str, tuning: Tuning) -> None:
+    """The same kernel adds what groups are above their scaled codes."""
+    torch.manual_seed(5)
+    rows, weight = with_minimums(kind, 80, 512)
+    count = tuning.rows - 3 if isinstance(tuning, Stream) else tuning.rows + 5
+    x, bias = torch.randn(count, 512, device=DEVICE).bfloat16(), torch.randn(80, device=DEVICE).bfloat16()
+    got = product(x, weight, bias, tuning)
+    assert error(got, x.double() @ dequantize(rows, torch.float64).T + bias.double()) < 2.5e-3
+
+
+def test_offsets_that_the_kernels_do_not_take() -> None:
+    _, weight = with_minimums("int4", 80, 512)
+    form = form_of(weight, torch.bfloat16, bias=False)
+    assert form is not None
+    assert form.offsets
+    for rows in (1, 8, 9, 16, 30, 64, 200, 256):
+        tuning = choice(form, 80, 512, rows, 132)
+        assert isinstance(tuning, Stream) or (isinstance(tuning, Tiles) and tuning.integers)
+    zeros = torch.zeros(16, 80, dtype=torch.uint8, device=DEVICE)
+    assert isinstance(weight.codes, Int4Weight)
+    for codes in (dataclasses.replace(weight.codes, zeros=zeros), dataclasses.replace(weight.codes, ordered=True)):
+        assert form_of(dataclasses.replace(weight, codes=codes), torch.bfloat16, bias=False) is None
 
 
 def test_a_block_with_many_strips_of_a_split_product() -> None:
@@ -151,7 +201,7 @@ def test_what_is_no_number_stays_in_its_row(kind: str, bad: float, tuning: Tunin
 
 
 def test_weights_that_the_kernels_do_not_take() -> None:
-    for out, inner, group in ((72, 512, 0), (80, 480, 0), (80, 512, 32)):
+    for out, inner, group in ((72, 512, 0), (80, 480, 0), (80, 512, 32), (80, 480, 32)):
         weight = packed(coded("int8", out, inner, group, zeros=False), torch.bfloat16)
         taken = form_of(weight, torch.bfloat16, bias=False)
         assert (taken is None) == (out % 16 > 0 or inner % 32 > 0)
@@ -164,7 +214,7 @@ def test_weights_that_the_kernels_do_not_take() -> None:
 )
 def test_every_choice_fits(kind: Any, group: int) -> None:
     """Shared memory, registers for x, and work for every part."""
-    wide = group in (0, 128) or (kind == "int8" and group == 64)
+    wide = group in (0, 32, 128) or (kind == "int8" and group == 64)
     form = Form(kind, False, wide, group, 1, 1, 1, kind != "table", False, False)
     for out in (1024, 4096, 6144, 28672):
         for inner in (1024, 2048, 4096, 14336):

@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from octavo.ops.coded import dequantize
 from octavo.ops.cuda.low_bit import Program, Stream, form_of
 from octavo.ops.cuda.low_bit import choice as low_bit_choice
 from octavo.ops.cuda.ordered import Ordered, choice, multiply, ordered, takes
 from octavo.ops.packed import Int4Weight
-from octavo.ops.reference.low_bit import in_order, out_of_order, unpack
+from octavo.ops.reference.low_bit import in_order, interleaved, out_of_order, unpack
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import LowBit
 from tests.support.complete import complete
@@ -109,6 +110,21 @@ def test_the_order_and_back() -> None:
     assert isinstance(weight, Int4Weight) and weight.ordered and weight.nbytes == as_read.nbytes
     assert torch.equal(unpack(weight, torch.float32), unpack(as_read, torch.float32))
     assert ordered(weight) is weight
+
+
+def test_where_each_code_lies() -> None:
+    """As `Int4Weight` says it, code by code: packing takes eight bytes at a time."""
+    for rows, columns in ((3, 256), (2, 128), (4, 100), (1, 7)):
+        codes = torch.randint(0, 16, (rows + 1, columns), dtype=torch.uint8, device=DEVICE)[1:]
+        blocks, data = F.pad(codes, (0, -columns % 64)).view(rows, -1, 64), interleaved(codes).view(rows, -1, 32)
+        for j in range(32):
+            assert torch.equal(data[:, :, j], blocks[:, :, j] + 16 * blocks[:, :, j + 32])
+        if columns % 128:
+            continue
+        blocks, data = codes.view(rows, -1, 128), in_order(interleaved(codes)).view(rows, -1, 64)
+        for t, q, i in itertools.product(range(4), range(4), range(4)):
+            column = 32 * t + 16 * (i % 2) + 2 * q + i // 2
+            assert torch.equal(data[:, :, 16 * t + 4 * q + i], blocks[:, :, column] + 16 * blocks[:, :, column + 8])
 
 
 def test_weights_that_keep_their_order() -> None:

@@ -31,6 +31,21 @@ def test_every_byte_arrives(tmp_path_factory: pytest.TempPathFactory, data: st.D
     assert torch.equal(destination.cpu(), content[begin : begin + size])
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_neighbours_arrive_each_in_its_place(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=12))
+    begin = data.draw(st.integers(0, 50))
+    content = torch.randint(0, 256, (begin + sum(sizes) + 3,), dtype=torch.uint8)
+    path = tmp_path_factory.mktemp("bytes") / "file"
+    path.write_bytes(content.numpy().tobytes())
+    with ParallelReader(DEVICE, threads=3, piece=data.draw(st.integers(1, 100))) as reader:
+        arrivals = reader.begin(str(path), begin, [torch.zeros(size, dtype=torch.uint8, device=DEVICE) for size in sizes])
+        got = [arrival.wait().cpu() for arrival in arrivals]
+    for one, expected in zip(got, content[begin:].split([*sizes, 3]), strict=False):
+        assert torch.equal(one, expected)
+
+
 def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(bytes(100))
@@ -69,10 +84,11 @@ def test_offsets_are_those_of_the_header(tmp_path: Path) -> None:
     tensors = {"z": torch.randn(7, 3), "a": torch.randn(4), "m": torch.randn(2, 2, 2)}
     path = tmp_path / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    from octavo.weights.safetensors import _begins
+    from octavo.weights.safetensors import _entries
 
     with ParallelReader(DEVICE, piece=16) as reader:
-        for name, begin in _begins(str(path)).items():
+        for name, entry in _entries(str(path)).items():
             destination = torch.empty(tensors[name].shape, device=DEVICE)
-            reader.read(str(path), begin, destination)
+            reader.read(str(path), entry.begin, destination)
+            assert (entry.shape, entry.dtype) == (tensors[name].shape, torch.float32)
             assert torch.equal(destination.cpu(), tensors[name])

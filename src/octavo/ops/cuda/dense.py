@@ -165,16 +165,18 @@ def row_class(rows: int) -> int:
     return next(n for n in (8, 16, 32, 64, 96, 128) if rows <= n)
 
 
-@functools.cache
 def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning | None:
-    """For a weight of `columns` output and `inner` input features; None where the kernel does not take it.
-
-    The cheapest by a model of the time that the SM with most to do takes, in bytes that it could read meanwhile; its numbers are
-    what the tilings of the layers of 8B and 0.6B models take on an H200, behind the small kernels that precede them in a step.
-    """
+    """For a weight of `columns` output and `inner` input features; None where the kernel does not take it."""
     if not 0 < rows <= MOST_ROWS or inner % form.chunk or columns % 8:
         return None
-    tile, chunks = row_class(rows), inner // form.chunk
+    return _cheapest(columns, inner // form.chunk, row_class(rows), sms)
+
+
+@functools.cache
+def _cheapest(columns: int, chunks: int, tile: int, sms: int) -> Tuning | None:
+    """By a model of the time that the SM with most to do takes, in bytes that it could read meanwhile; its numbers are what the tilings of
+    the layers of 8B and 0.6B models take on an H200, behind the small kernels that precede them in a step.
+    """
     best: tuple[float, Tuning] | None = None
     for split, width, depth in itertools.product((1, 2, 4), range(16, 257, 8), (1, 2)):
         tuning = Tuning(tile, width, split, depth)

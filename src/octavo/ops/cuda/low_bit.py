@@ -18,6 +18,7 @@ import torch
 from octavo.ops.cuda.compiled import kernel
 from octavo.ops.cuda.compiled import prepare as prepare_program
 from octavo.ops.cuda.launch import Boxes, tensor_map
+from octavo.ops.packed import OffsetWeight
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import FOUR_BITS, KindName, LowBit, LowBitLayout, low_bit_layout
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
@@ -48,11 +49,8 @@ class Form:
     bias: bool
     ordered: bool = False
     """See `Int4Weight.ordered`."""
-
-    @property
-    def halves(self) -> bool:
-        """A chunk is two groups."""
-        return self.group == 32 and self.kind in FOUR_BITS
+    offsets: bool = False
+    """Groups have offsets (see `OffsetWeight`), in the place of zero points; `zeros` too then."""
 
     @property
     def width(self) -> int:
@@ -66,8 +64,13 @@ class Form:
 
     def bytes_of_groups(self, columns: int) -> int:
         """Of the scales and zeros that so many columns have for a chunk."""
-        scale, zero = 4 if self.scale_type == 0 else 2, (1 if self.kind == "int4" else 2) if self.zeros else 0
-        return (2 if self.halves else 1) * columns * (scale + zero)
+        short = self.group == 32 and (self.kind in FOUR_BITS or (self.kind == "int8" and self.wide))
+        return (self.chunk // 32 if short else 1) * columns * ((4 if self.scale_type == 0 else 2) + self.zero_bytes)
+
+    @property
+    def zero_bytes(self) -> int:
+        """Of a group's zero point, or its offset."""
+        return 0 if not self.zeros else 4 if self.offsets else 1 if self.kind == "int4" else 2
 
     @property
     def sums_once(self) -> bool:
@@ -92,6 +95,7 @@ class Form:
             "GROUP": self.group,
             "BIAS": self.bias,
             "ORDERED": self.ordered,
+            "OFFSETS": self.offsets,
         }
         types = {"SCALE_TYPE": self.scale_type, "SCALE_TYPE_TABLE": self.table_type, "SCALES": self.scales, "ZEROS": self.zeros}
         return {name: int(value) for name, value in (numbers | types).items()}
@@ -254,8 +258,7 @@ class Tiles:
         del inner
         groups = form.groups_of(STAGE_INNER)
         scales = 0 if not form.group or form.kind == "float8" else groups * (4 if form.scale_type == 0 else 2)
-        zeros = groups * (1 if form.kind == "int4" else 2) if form.zeros else 0
-        weight = form.width * (STAGE_INNER // form.chunk) + scales + zeros
+        weight = form.width * (STAGE_INNER // form.chunk) + scales + groups * form.zero_bytes
         stage = _up(_up(self.inputs.image_bytes(form), 128) + self.columns * weight, 1024)
         return self.stages * (stage + 16)
 
@@ -301,7 +304,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
             per_warp = -(-chunks // (16 * split))
             if per_warp * words > _X_REGISTERS_OF_MANY:
                 per_warp = -(-chunks // (14 * split))
-            if per_warp * words <= _X_REGISTERS:
+            if per_warp * words <= (_X_REGISTERS_OF_MANY if form.offsets else _X_REGISTERS):
                 return Stream(1, -(-chunks // (split * per_warp)), split, 4)
         return None
     if form.ordered or (form.group and form.group % STAGE_INNER and STAGE_INNER % form.group):
@@ -310,9 +313,10 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
     if rows <= 16:
         tuning = Tiles(16, 2, 1, 2, form.integers)
     elif rows <= 32:
-        tuning = Tiles(32, 2, 1, 2, True) if form.integers and (large or form.sums_once) else Tiles(32, 3, 1, 1, False)
+        integers = form.integers and (large or form.sums_once or form.offsets)
+        tuning = Tiles(32, 2, 1, 2, True) if integers else Tiles(32, 3, 1, 1, False)
     else:
-        tuning = Tiles(64 if rows <= 64 else 128, 2, 1, 1, form.integers and form.sums_once)
+        tuning = Tiles(64 if rows <= 64 else 128, 2, 1, 1, form.integers and (form.sums_once or form.offsets))
     return tuning.filled(form)
 
 
@@ -335,7 +339,7 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def form_of(weight: LowBit, dtype: torch.dtype, *, bias: bool) -> Form | None:
+def form_of(weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) -> Form | None:
     """None where the kernels do not take the weight: odd sizes, groups that a chunk does not divide, other types of x."""
     layout = low_bit_layout(weight)
     if dtype not in _TYPES[1:] or weight.out_features % 16 or weight.data.stride(0) % 16 or weight.data.data_ptr() % 16:
@@ -343,25 +347,27 @@ def form_of(weight: LowBit, dtype: torch.dtype, *, bias: bool) -> Form | None:
     four = layout.kind in FOUR_BITS
     wide, narrow = (128, 64) if four else (64, 32)
     group = layout.group or layout.inner
-    twice = four and layout.group == 32
-    if (not twice and group % narrow) or layout.inner % narrow:
+    short = layout.group == 32 and (four or (layout.kind == "int8" and layout.inner % wide == 0))
+    if (not short and group % narrow) or layout.inner % narrow:
         return None
     scale_type = 0 if layout.scales is None else _index(layout.scales.dtype)
     table_type = 0 if layout.table is None else _index(layout.table.dtype)
-    if scale_type is None or table_type is None:
+    offsets = layout.offsets is not None
+    if scale_type is None or table_type is None or (offsets and (layout.zeros is not None or layout.ordered or not layout.group)):
         return None
     return Form(
         kind=layout.kind,
         half=dtype == torch.float16,
-        wide=group % wide == 0 and layout.inner % wide == 0,
+        wide=layout.inner % wide == 0 and (group % wide == 0 or short),
         group=layout.group,
         row_block=layout.row_block,
         scale_type=scale_type,
         table_type=table_type,
         scales=layout.scales is not None,
-        zeros=layout.zeros is not None,
+        zeros=layout.zeros is not None or offsets,
         bias=bias,
         ordered=layout.ordered,
+        offsets=offsets,
     )
 
 
@@ -392,7 +398,7 @@ class Program:
     @classmethod
     def of_inputs(cls, form: Form, tuning: Tiles, inner: int) -> Program:
         """That puts x in order. What does not matter to it is left out of the form, so that as many weights as may be share it."""
-        form = dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False)
+        form = dataclasses.replace(form, row_block=1, scale_type=0, table_type=0, scales=False, bias=False, offsets=False)
         return cls(form, tuning.inputs, inner)
 
     @property
@@ -462,7 +468,7 @@ class Images:
 def arguments(
     x: torch.Tensor,
     images: Images | None,
-    weight: LowBit,
+    weight: LowBit | OffsetWeight,
     layout: LowBitLayout,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -476,7 +482,7 @@ def arguments(
         x=x.data_ptr() if images is None else images.images.data_ptr(),
         x_scales=0 if images is None else images.scales.data_ptr(),
         scales=address(layout.scales),
-        zeros=address(layout.zeros),
+        zeros=address(layout.zeros if layout.offsets is None else layout.offsets),
         table=address(layout.table),
         bias=address(bias),
         out=out.data_ptr(),
@@ -493,7 +499,7 @@ def arguments(
     )
 
 
-def boxes_of(weight: LowBit, form: Form, tuning: Tuning, inner: int) -> Boxes:
+def boxes_of(weight: LowBit | OffsetWeight, form: Form, tuning: Tuning, inner: int) -> Boxes:
     """What of a weight's data the kernels copy at once: its data seen as [chunks, rows, width bytes]."""
     box = (16, tuning.warps) if isinstance(tuning, Stream) else (tuning.columns, STAGE_INNER // form.chunk)
     shape = (form.width // 4, weight.out_features, inner // form.chunk)
@@ -526,7 +532,12 @@ def prepare(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Non
 
 
 def multiply(
-    x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning, workspace: SkinnyWorkspace | None
+    x: torch.Tensor,
+    weight: LowBit | OffsetWeight,
+    bias: torch.Tensor | None,
+    form: Form,
+    tuning: Tuning,
+    workspace: SkinnyWorkspace | None,
 ) -> torch.Tensor:
     """x @ weight.T + bias, without a table's outliers. The weight is complete: see `ops.registry.Linear`.
 
@@ -539,7 +550,7 @@ def multiply(
     Returns:
         [rows, out_features] in x's dtype.
     """
-    assert not (form.ordered and isinstance(tuning, Tiles))
+    assert not (isinstance(tuning, Tiles) and (form.ordered or (form.offsets and not tuning.integers)))
     layout = low_bit_layout(weight)
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     sms, inner = sm_count(x.device), layout.inner

@@ -138,8 +138,18 @@ def round_activations(x: torch.Tensor, activations: Activations, group: int = 0)
 
 def interleaved(codes: torch.Tensor) -> torch.Tensor:
     """4-bit codes [rows, columns] as `Int4Weight` has them, padded to whole blocks with zeros."""
-    padded = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(len(codes), -1, 2, HALF)
-    return (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
+    padded = F.pad(codes, (0, -codes.shape[1] % BLOCK)) if codes.shape[1] % BLOCK else codes
+    halves = _eights(padded).view(len(codes), -1, 2, HALF // 8)
+    return (halves[:, :, 1] << 4 | halves[:, :, 0]).flatten(1).view(torch.uint8)
+
+
+_LOW_HALVES: Final = 0x0F0F0F0F0F0F0F0F
+
+
+def _eights(data: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes as int64, eight at a time: operations on them take an eighth of the time."""
+    data = data.contiguous()
+    return (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
 
 
 def _whole_bytes(data: torch.Tensor) -> torch.Tensor:
@@ -150,9 +160,12 @@ def _whole_bytes(data: torch.Tensor) -> torch.Tensor:
 
 def in_order(data: torch.Tensor) -> torch.Tensor:
     """4-bit codes [rows, bytes], of whole blocks of 128 columns, as `Int4Weight.ordered` has them."""
-    codes = _whole_bytes(data).view(len(data), -1, 2, 2, 4, 2)  # 32 columns, sixteen, eight, quarter, odd
-    placed = codes.permute(0, 1, 4, 5, 2, 3)
-    return (placed[..., 0] | placed[..., 1] << 4).reshape(len(data), -1)
+    eights = _eights(data).view(len(data), -1, 2, 2)  # 64 columns, sixteen, eight: the lower halves of 32 columns, the upper of the next
+    first, second = eights[..., 0], eights[..., 1]
+    lower = (second & _LOW_HALVES) << 4 | first & _LOW_HALVES
+    upper = (second & ~_LOW_HALVES) | (first >> 4 & _LOW_HALVES)
+    placed = torch.stack((lower, upper), 2).view(torch.uint8).view(len(data), -1, 2, 4, 2)  # 32 columns, sixteen, quarter, odd
+    return placed.permute(0, 1, 3, 4, 2).reshape(len(data), -1)
 
 
 def out_of_order(data: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ by Triton or cuBLAS, as measured.
 from __future__ import annotations
 
 import bisect
-from dataclasses import replace
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from octavo.ops.coded import CodedRows
 from octavo.ops.cuda import compiled, dense
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, LinearWeight, OffsetWeight, SegmentedWeight
-from octavo.ops.reference.low_bit import low_bit_linear, with_offsets
+from octavo.ops.reference.low_bit import low_bit_linear
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit import LowBitLinear
 from octavo.ops.triton.low_bit_matmul import unpack_weight
@@ -69,8 +68,7 @@ class TritonLinear:
 
     def pack_coded(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
-        weight = self._low_bit.pack(rows if rows.minimums is None else replace(rows, minimums=None), dtype)
-        weight = weight if rows.minimums is None else with_offsets(weight, rows, dtype)
+        weight = self._low_bit.pack(rows, dtype)
         return self.pack(weight.data) if isinstance(weight, DenseWeight) else weight
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -103,9 +101,12 @@ class TritonLinear:
         return self._cuda_kernels.attempt(lambda: dense.multiply(x, weight, bias, form, tuning, self._workspace))
 
     def _with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product with the codes, and what groups add: a small product of the inputs' sums. Of many rows the weight is unpacked anyway."""
+        """By one kernel; where none does it the product with the codes, and what groups add: a small product of the inputs' sums. Of many
+        rows the weight is unpacked anyway."""
         if x.dtype not in _HALF or not len(x):
             return low_bit_linear(x, weight, bias)
+        if (product := self._low_bit.with_offsets(x, weight, bias)) is not None:
+            return product
         groups = len(weight.offsets)
         if len(x) <= _MOST_SUMMED_ROWS:
             out = self._low_bit.linear(x, weight.codes, bias)

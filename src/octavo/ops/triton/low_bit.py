@@ -17,8 +17,8 @@ from octavo.ops.coded import CodedRows, dequantize
 from octavo.ops.cuda import compiled, dense, ordered
 from octavo.ops.cuda import low_bit as cuda
 from octavo.ops.cuda.compiler import architecture
-from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, SegmentedWeight, TableWeight
-from octavo.ops.reference.low_bit import low_bit_linear, pack_coded
+from octavo.ops.packed import DenseWeight, Float8Weight, Int4Weight, Int8Weight, LinearWeight, OffsetWeight, SegmentedWeight, TableWeight
+from octavo.ops.reference.low_bit import low_bit_linear, pack_low_bit
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import LowBit, add_sparse, low_bit_layout, low_bit_matmul, unpack_weight, workspace_size
 from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
@@ -43,9 +43,10 @@ class LowBitLinear:
         """See `ops.registry.PackCoded`."""
         if rows.codes.is_floating_point() and rows.codes.is_cuda and not _has_float8(rows.codes.device):
             return DenseWeight.plain(dequantize(rows, dtype))
-        weight = pack_coded(rows, dtype)
-        if not isinstance(weight, (DenseWeight, SegmentedWeight)) and dtype in _HALF:
-            weight = ordered.ordered(weight) if self._form(weight, dtype, bias=False) is not None else weight
+        weight = pack_low_bit(rows, dtype)
+        if dtype in _HALF and not isinstance(weight, (DenseWeight, SegmentedWeight)):
+            if not isinstance(weight, OffsetWeight) and self._form(weight, dtype, bias=False) is not None:
+                weight = ordered.ordered(weight)
             self._reserve(weight, dtype)
             form = self._form(weight, dtype, bias=False)
             columns, inner, device = weight.out_features, low_bit_layout(weight).inner, weight.data.device
@@ -85,7 +86,18 @@ class LowBitLinear:
             return ordered.multiply(x, weight, bias, form, native)
         return cuda.multiply(x, weight, bias, form, native, self._workspace)
 
-    def _form(self, weight: LowBit, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
+    def with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The product of few rows, where one kernel adds up codes and offsets; else None."""
+        few = x.dtype in _HALF and 0 < len(x) <= _MOST_ROWS_WITH_OFFSETS
+        form = self._form(weight, x.dtype, bias=bias is not None) if few else None
+        inner = weight.in_features
+        native = None if form is None else cuda.choice(form, weight.out_features, inner, len(x), sm_count(x.device))
+        if form is None or native is None:
+            return None
+        placed = _aligned(x)
+        return self._cuda_kernels.attempt(lambda: cuda.multiply(placed, weight, bias, form, native, self._workspace))
+
+    def _form(self, weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
         """What the CUDA C++ kernels make of a weight, where they run and take it."""
         runs = self._cuda_kernels.usable and architecture(weight.data.device) is not None
         return cuda.form_of(weight, dtype, bias=bias) if runs else None
@@ -98,7 +110,7 @@ class LowBitLinear:
         codes, scale = round_rows(x, weight.activations)
         return self._cuda_kernels.attempt(lambda: dense.multiply(codes, weight.data, bias, *found, self._workspace, (scale, weight.scales)))
 
-    def _dense(self, weight: LowBit, dtype: torch.dtype, rows: int, *, bias: bool) -> tuple[dense.Form, dense.Tuning] | None:
+    def _dense(self, weight: LowBit | OffsetWeight, dtype: torch.dtype, rows: int, *, bias: bool) -> tuple[dense.Form, dense.Tuning] | None:
         """How `ops.cuda.dense` multiplies so many rows with a weight, where it does."""
         if not _MOST_ROWS_BEFORE_8_BITS < rows <= dense.MOST_ROWS or not isinstance(weight, Float8Weight):
             return None
@@ -108,15 +120,17 @@ class LowBitLinear:
         tuning = dense.choice(form, weight.out_features, weight.in_features, rows, sm_count(weight.data.device))
         return None if tuning is None else (form, tuning)
 
-    def _reserve(self, weight: LowBit, dtype: torch.dtype) -> None:
-        """Make the workspace large enough for any number of rows, and have the kernels compiled meanwhile."""
+    def _reserve(self, weight: LowBit | OffsetWeight, dtype: torch.dtype, fewest: int = 1) -> None:
+        """Make the workspace large enough for any number of rows from `fewest` on, and have the kernels compiled meanwhile."""
         layout, device, columns, most = low_bit_layout(weight), weight.data.device, weight.out_features, _most_rows(weight)
         form = self._form(weight, dtype, bias=False)
-        shape = (form, layout.kind, layout.group, columns, layout.inner, most)
+        if isinstance(weight, OffsetWeight):  # others are multiplied with the codes alone
+            self._reserve(weight.codes, dtype, 1 if form is None else most + 1)
+        shape = (form, layout.kind, layout.group, columns, layout.inner, fewest, most)
         if shape in self._reserved:
             return
         self._reserved.add(shape)
-        for rows in range(1, most + 1):
+        for rows in range(fewest, most + 1):
             native = None if form is None else _native(form, columns, layout.inner, rows, sm_count(device))
             if form is None or native is None:
                 continue
@@ -153,8 +167,14 @@ _MOST_ROWS_BEFORE_8_BITS = 8
 """From here on, products of inputs rounded to 8 bits are faster, where a weight was made for them."""
 
 
-def _most_rows(weight: LowBit) -> int:
+_MOST_ROWS_WITH_OFFSETS = 32
+"""Beyond them sums of integers, converted group by group, cost more than a product for the offsets."""
+
+
+def _most_rows(weight: LowBit | OffsetWeight) -> int:
     """That the CUDA C++ kernels are asked for."""
+    if isinstance(weight, OffsetWeight):
+        return _MOST_ROWS_WITH_OFFSETS
     rounds = isinstance(weight, (Int8Weight, Float8Weight)) and weight.activations.kind != "float"
     return _MOST_ROWS_BEFORE_8_BITS if rounds else cuda.MOST_ROWS
 

@@ -10,7 +10,7 @@ Strips, split-K and the order of additions are those of `skinny_matmul`: determi
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.ops.packed import Float8Weight, Int4Weight, Int8Weight, TableWeight
+from octavo.ops.packed import Float8Weight, Int4Weight, Int8Weight, OffsetWeight, TableWeight
 from octavo.ops.triton.launch import overlap_supported
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 from octavo.ops.triton.split_softmax import arrived_last
@@ -286,10 +286,14 @@ class LowBitLayout:
     """Inputs as they are stored: with those that fill up groups."""
     ordered: bool = False
     """See `Int4Weight.ordered`."""
+    offsets: torch.Tensor | None = None
+    """See `OffsetWeight`."""
 
 
-def low_bit_layout(weight: LowBit) -> LowBitLayout:
+def low_bit_layout(weight: LowBit | OffsetWeight) -> LowBitLayout:
     match weight:
+        case OffsetWeight():
+            return replace(low_bit_layout(weight.codes), offsets=weight.offsets)
         case Float8Weight():
             groups = weight.scales.shape[1]
             group = weight.group if groups > 1 else 0

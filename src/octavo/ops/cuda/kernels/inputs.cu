@@ -17,7 +17,7 @@ struct Inputs {
 INLINE int place_of(int k) {
   const int part = k / CHUNK, within = k % CHUNK;
   const int byte = FOUR_BITS ? within / 64 * 32 + within % 32 : within, upper = FOUR_BITS ? within % 64 / 32 : 0;
-  const int quarter = byte / LOAD, word = byte % LOAD / 4;
+  const int quarter = SPLIT_LOAD ? byte % 32 / 8 : byte / LOAD, word = SPLIT_LOAD ? byte / 32 * 2 + byte % 8 / 4 : byte % LOAD / 4;
 #if INTEGERS
   const int step = part * VECTORS + word / 2 + upper * (WORDS / 2);
   return step * 32 + word % 2 * 16 + quarter * 4;

@@ -17,10 +17,17 @@
 #define VECTORS (FOUR_BITS ? WORDS : WORDS / 2)  // eights of inner elements that a lane has of a chunk
 // GROUP 0: one scale a row, at the end; else inner elements of a group: no less than a chunk, or half of one.
 #define GROUPED (GROUP > 0)
-#define HALVES (GROUP == 32 && FOUR_BITS)
+// Groups of 32 inner elements, several a chunk. Of a chunk of 64 bytes a lane's vector is then 8 bytes of each half instead of 16 in a row,
+// so that all of an operand is of one group.
+#define SHORT_GROUPS (GROUP == 32 && (FOUR_BITS || (KIND == INT8 && WIDE)))
+#define SPLIT_LOAD (SHORT_GROUPS && WIDE)
+#define GROUPS_A_CHUNK (SHORT_GROUPS ? CHUNK / 32 : 1)
+#define GROUP_OF_VECTOR(v) (!SHORT_GROUPS ? 0 : FOUR_BITS ? (v) % (WORDS / 2) * 2 + (v) / (WORDS / 2) : (v))
+#define GROUP_OF_STEP(step) (!SHORT_GROUPS ? 0 : FOUR_BITS ? (step) / 4 * 2 + (step) % 2 : (step) / 2)
 #define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : 2)
-#define ZERO_BYTES (KIND == INT4 ? 1 : 2)
-#define SCALES_A_CHUNK (HALVES ? 2 : 1)
+// Of a group's zero point; OFFSETS: of what its weights are above their scaled codes, in its place.
+#define ZERO_BYTES (OFFSETS ? 4 : KIND == INT4 ? 1 : 2)
+#define CODE_SIZE (KIND == INT4 ? 16 : 1)  // of codes that are integers, as `bytes_of` has them
 
 #if WARPGROUP
 // Of `tiles`, for 128 inner elements, a stage. PASS: rows of x that are multiplied at once, of a block's ROWS.
@@ -121,10 +128,10 @@ UNROLL
 struct Held {
   U4 w;
 #if GROUPED
-  float scale[SCALES_A_CHUNK];
+  float scale[GROUPS_A_CHUNK];
 #endif
 #if ZEROS
-  u32 zero[SCALES_A_CHUNK];  // see `load_zero`
+  u32 zero[GROUPS_A_CHUNK];  // see `load_zero`; OFFSETS: a float's bits
 #endif
 };
 
@@ -132,7 +139,7 @@ struct Held {
 template <bool whole>
 INLINE u32 zero_point(int zero) {
 #if KIND == INT4
-  return whole ? (zero - 8) * 16 : both(POWER | zero);
+  return whole ? (zero - 8) * CODE_SIZE : both(POWER | zero);
 #else
   return whole ? zero : both(narrow((float)zero));
 #endif
@@ -147,16 +154,18 @@ INLINE u32 load_zero(const u8* zeros, long long at) {
 }
 template <bool whole>
 INLINE u32 shared_zero(u32 at) {
-#if KIND == INT4
+#if OFFSETS
+  return as_bits(as_float(shared4(at)) * CODE_SIZE);
+#elif KIND == INT4
   return zero_point<whole>(shared1(at));
 #else
   return zero_point<whole>((short)shared2(at));
 #endif
 }
 
-INLINE int group_of(int chunk, int half) {
+INLINE int group_of(int chunk, int i) {
 #if GROUPED
-  return (chunk * CHUNK + half * 32) / GROUP;
+  return (chunk * CHUNK + i * 32) / GROUP;
 #else
   return 0;
 #endif
@@ -166,15 +175,25 @@ INLINE int group_of(int chunk, int half) {
 INLINE void fetch_scales(Held& held, const Args& p, const Row& row, int chunk) {
 #if GROUPED
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++) held.scale[i] = load_scale(row.scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
+  for (int i = 0; i < GROUPS_A_CHUNK; i++) held.scale[i] = load_scale(row.scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
 #endif
 #if ZEROS
 UNROLL
-  for (int i = 0; i < SCALES_A_CHUNK; i++) held.zero[i] = load_zero<false>(row.zeros, (u32)(group_of(chunk, i) * p.columns));
+  for (int i = 0; i < GROUPS_A_CHUNK; i++) held.zero[i] = load_zero<false>(row.zeros, (u32)(group_of(chunk, i) * p.columns));
 #endif
 }
 
-INLINE void read_codes(Held& held, u32 at) { held.w = WIDE ? shared16(at) : shared8(at); }
+// What a lane has of a row that begins at `row_at`, of which it is lane `quarter`. `swapped`: of lanes in which the second half is read
+// first, so that all of a warp's do not ask for the same banks.
+INLINE void read_codes(Held& held, u32 row_at, int quarter, bool swapped) {
+#if SPLIT_LOAD
+  const u32 at = row_at + quarter * 8;
+  const U4 a = shared8(swapped ? at + 32 : at), b = shared8(swapped ? at : at + 32);
+  held.w = U4{{swapped ? b.v[0] : a.v[0], swapped ? b.v[1] : a.v[1], swapped ? a.v[0] : b.v[0], swapped ? a.v[1] : b.v[1]}};
+#else
+  held.w = WIDE ? shared16(row_at + quarter * LOAD) : shared8(row_at + quarter * LOAD);
+#endif
+}
 
 // The bits of a pair's codes. Two constants in one instruction need a register for one of them: this one stays in it.
 INLINE u32 code_bits() { return INTEGERS ? 0xf0f0f0f0u : KIND == INT8 ? 0x007f007fu : KIND == FLOAT8 ? FLOAT8_BITS : 0x000f000fu; }
@@ -185,7 +204,7 @@ INLINE void decode(u32& first, u32& second, const Held& held, const Row& row, u3
   u32 v = permute(held.w.v[step >> 1], 0, 0x3120) >> ((step & 1) * 4);
   u32 zero = both(POWER + 8);
 #if ZEROS
-  zero = held.zero[HALVES ? step & 1 : 0];
+  zero = held.zero[GROUP_OF_STEP(step)];
 #endif
   first = minus2((v & mask) | both(POWER), zero);
   second = minus2((v >> 8 & mask) | both(POWER), zero);
@@ -205,8 +224,8 @@ UNROLL
   first = minus2((v & mask) | both(POWER), (v & 0x00800080u) | both(POWER));
   second = minus2((v >> 8 & mask) | both(POWER), (v >> 8 & 0x00800080u) | both(POWER));
 #if ZEROS
-  first = minus2(first, held.zero[0]);
-  second = minus2(second, held.zero[0]);
+  first = minus2(first, held.zero[GROUP_OF_STEP(step)]);
+  second = minus2(second, held.zero[GROUP_OF_STEP(step)]);
 #endif
 #else
   u32 v = permute(held.w.v[step], 0, 0x1302);
@@ -232,10 +251,13 @@ INLINE void bytes_of(u32& first, u32& second, const Held& held, u32 mask, int v)
 
 // The first inner element, within a chunk, of those that lanes `lane % 4 == quarter` multiply, and how far from it the four of a step begin.
 INLINE int inner_of(int quarter) {
-  const int byte = quarter * LOAD;
+  const int byte = quarter * (SPLIT_LOAD ? 8 : LOAD);
   return FOUR_BITS ? byte / 32 * 64 + byte % 32 : byte;
 }
-INLINE int inner_offset(int step) { return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : step * 4; }
+INLINE int inner_offset(int step) {
+  if (SPLIT_LOAD) return FOUR_BITS ? step / 4 * 64 + step / 2 % 2 * 4 + step % 2 * 32 : step / 2 * 32 + step % 2 * 4;
+  return FOUR_BITS ? (step >> 1) * 4 + (step & 1) * 32 : step * 4;
+}
 
 // By all threads: barriers of a ring of stages, which `copiers` threads have filled and `readers` warps read.
 INLINE void open_ring(u32 full, u32 empty, int stages, int copiers, int readers) {

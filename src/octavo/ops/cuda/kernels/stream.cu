@@ -25,7 +25,7 @@ INLINE Layout layout_of(u32 shared) {
   l.taken = l.ready + 16;
   l.sums = shared + 256;
   l.scales = l.sums + 2 * WARPS * SUMS * 4;
-  l.ring = (l.scales + ALONG * STRIPS_AHEAD * WARPS * PER_WARP * SCALES_A_CHUNK * PIECES * 16 + 127) / 128 * 128;
+  l.ring = (l.scales + ALONG * STRIPS_AHEAD * WARPS * PER_WARP * GROUPS_A_CHUNK * PIECES * 16 + 127) / 128 * 128;
   return l;
 }
 
@@ -61,7 +61,7 @@ INLINE void copy_strips(const Args& p, const Map& map, const Layout& l, const Ra
 struct Fixed {
   float scale[TILES][2];  // of the rows that this lane has sums of
 #if ZEROS
-  int sum[PER_WARP][TILES][2][HALVES ? 2 : 1];  // of a chunk's inputs, the same rows
+  int sum[PER_WARP][TILES][2][GROUPS_A_CHUNK];  // of a chunk's inputs, the same rows
 #endif
 };
 
@@ -86,7 +86,9 @@ UNROLL
     for (int c = 0; c < 2; c++) fixed.scale[i][c] = as_float(of_lane(as_bits(scale), (lane & 3) * 8 + c * 4));
 UNROLL
     for (int s = 0; s < PER_WARP; s++) {
-      int sums[2] = {0, 0};
+      int sums[GROUPS_A_CHUNK];
+UNROLL
+      for (int k = 0; k < GROUPS_A_CHUNK; k++) sums[k] = 0;
       U4 given[VECTORS];
 UNROLL
       for (int v = 0; v < VECTORS; v++) given[v] = x[s][i][v];
@@ -110,7 +112,7 @@ UNROLL
             const u32 number = given[v].v[2 * four + e / 2] >> e % 2 * 16;
 #endif
             n[e] = as_bits(widen(number) * inverse + 12582912.0f);
-            sums[HALVES ? v / (VECTORS / 2) : 0] += (int)(n[e] - 0x4b400000u);
+            sums[GROUP_OF_VECTOR(v)] += (int)(n[e] - 0x4b400000u);
           }
           const u32 first = permute(n[0], n[1], 0x5140), second = permute(n[2], n[3], 0x5140);  // lower bytes, then upper
           low[four] = permute(first, second, 0x5410);
@@ -120,11 +122,11 @@ UNROLL
       }
 #if ZEROS
 UNROLL
-      for (int h = 0; h < (HALVES ? 2 : 1); h++) {
-        sums[h] += of_lane(sums[h], lane ^ 1);
-        sums[h] += of_lane(sums[h], lane ^ 2);
+      for (int k = 0; k < GROUPS_A_CHUNK; k++) {
+        sums[k] += of_lane(sums[k], lane ^ 1);
+        sums[k] += of_lane(sums[k], lane ^ 2);
 UNROLL
-        for (int c = 0; c < 2; c++) fixed.sum[s][i][c][h] = of_lane(sums[h], (lane & 3) * 8 + c * 4);
+        for (int c = 0; c < 2; c++) fixed.sum[s][i][c][k] = of_lane(sums[k], (lane & 3) * 8 + c * 4);
       }
 #endif
     }
@@ -136,14 +138,14 @@ UNROLL
 #if ALONG
 // A warp has the scales and zeros of its chunks of a strip copied to slot `strips % STRIPS_AHEAD`.
 INLINE u32 scales_at(const Layout& l, int strips, int warp) {
-  return l.scales + (strips % STRIPS_AHEAD * WARPS + warp) * (PER_WARP * SCALES_A_CHUNK * PIECES * 16);
+  return l.scales + (strips % STRIPS_AHEAD * WARPS + warp) * (PER_WARP * GROUPS_A_CHUNK * PIECES * 16);
 }
 INLINE void copy_scales(const Args& p, const Layout& l, const Range& range, int strips, int warp, int lane) {
   const int strip = block_x() + strips * blocks_x();
   if (strip < p.columns / 16)
-    for (int i = lane; i < PER_WARP * SCALES_A_CHUNK * PIECES; i += 32) {
-      const int piece = i % PIECES, half = i / PIECES % SCALES_A_CHUNK, chunk = range.begin + i / PIECES / SCALES_A_CHUNK * WARPS + warp;
-      const long long at = (long long)(chunk < range.end ? group_of(chunk, half) : 0) * p.columns + strip * 16;
+    for (int i = lane; i < PER_WARP * GROUPS_A_CHUNK * PIECES; i += 32) {
+      const int piece = i % PIECES, group = i / PIECES % GROUPS_A_CHUNK, chunk = range.begin + i / PIECES / GROUPS_A_CHUNK * WARPS + warp;
+      const long long at = (long long)(chunk < range.end ? group_of(chunk, group) : 0) * p.columns + strip * 16;
       const u8* from = piece < SCALE_PIECES ? p.scales + at * SCALE_BYTES + piece * 16 : p.zeros + at * ZERO_BYTES + (piece - SCALE_PIECES) * 16;
       begin_copy16(scales_at(l, strips, warp) + i * 16, from);
     }
@@ -169,7 +171,7 @@ UNROLL
 UNROLL
     for (int s = 0; s < PER_WARP; s++)
 UNROLL
-      for (int i = 0; i < SCALES_A_CHUNK; i++) {
+      for (int i = 0; i < GROUPS_A_CHUNK; i++) {
         const int chunk = range.begin + s * WARPS + warp;
         if (chunk < range.end) held[s][h].scale[i] = load_scale(row[h].scales, (u32)(group_of(chunk, i) * p.scale_group_stride));
       }
@@ -231,8 +233,8 @@ UNROLL
 UNROLL
       for (int h = 0; h < 2; h++)
 UNROLL
-        for (int i = 0; i < SCALES_A_CHUNK; i++) {
-          const u32 at = scales_at(l, strips, warp) + (s * SCALES_A_CHUNK + i) * (PIECES * 16);
+        for (int i = 0; i < GROUPS_A_CHUNK; i++) {
+          const u32 at = scales_at(l, strips, warp) + (s * GROUPS_A_CHUNK + i) * (PIECES * 16);
           const int n = 8 * h + (lane >> 2);
           held[s][h].scale[i] = shared_scale(at + n * SCALE_BYTES);
 #if ZEROS
@@ -248,11 +250,14 @@ UNROLL
 UNROLL
     for (int s = 0; s < PER_WARP; s++) {
       if (s >= range.stages) break;
-      const u32 at = l.ring + slot * STAGE_BYTES + (warp * 16 + (lane >> 2)) * WIDTH + (lane & 3) * LOAD;
+      const u32 at = l.ring + slot * STAGE_BYTES + (warp * 16 + (lane >> 2)) * WIDTH;
       wait_at(l.full + 8 * slot, round & 1);
-      read_codes(held[s][0], at);
-      read_codes(held[s][1], at + 8 * WIDTH);
+      read_codes(held[s][0], at, lane & 3, lane >> 3 & 1);
+      read_codes(held[s][1], at + 8 * WIDTH, lane & 3, lane >> 3 & 1);
       wait_for_loads(held[s][0].w.v[0], held[s][1].w.v[0]);  // or what is copied next could overtake them
+#if SPLIT_LOAD
+      wait_for_loads(held[s][0].w.v[2], held[s][1].w.v[2]);
+#endif
       if (lane == 0) arrive_at(l.empty + 8 * slot);
       if (++slot == STAGES) slot = 0, round++;
       if (range.begin + s * WARPS + warp >= range.end) break;
@@ -266,17 +271,18 @@ UNROLL
 UNROLL
       for (int i = 0; i < TILES; i++)
 UNROLL
-        for (int k = 0; k < (HALVES ? 2 : 1); k++) {
+        for (int k = 0; k < GROUPS_A_CHUNK; k++) {
           int high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};
 UNROLL
-          for (int v = k * (VECTORS / 2); v < (HALVES && k == 0 ? VECTORS / 2 : VECTORS); v++) {
+          for (int v = 0; v < VECTORS; v++) {
+            if (GROUP_OF_VECTOR(v) != k) continue;
             warp_mma_bytes<false>(high, a[v], x[s][i][v].v[0], x[s][i][v].v[1]);
             warp_mma_bytes<true>(low, a[v], x[s][i][v].v[2], x[s][i][v].v[3]);
           }
 UNROLL
           for (int e = 0; e < 4; e++) {
             int sum = high[e] * 256 + low[e];
-#if ZEROS
+#if ZEROS && !OFFSETS
             sum -= (int)held[s][e >> 1].zero[k] * fixed.sum[s][i][e & 1][k];
 #endif
 #if GROUPED
@@ -284,13 +290,16 @@ UNROLL
 #else
             acc[i][e] += (float)sum;
 #endif
+#if OFFSETS
+            acc[i][e] += (float)fixed.sum[s][i][e & 1][k] * as_float(held[s][e >> 1].zero[k]);
+#endif
           }
         }
 #else
 #if GROUPED
-      float sums[SCALES_A_CHUNK][TILES][4];
+      float sums[GROUPS_A_CHUNK][TILES][4];
 UNROLL
-      for (int k = 0; k < SCALES_A_CHUNK; k++)
+      for (int k = 0; k < GROUPS_A_CHUNK; k++)
 UNROLL
         for (int i = 0; i < TILES; i++)
 UNROLL
@@ -306,7 +315,7 @@ UNROLL
 UNROLL
         for (int i = 0; i < TILES; i++) {
 #if GROUPED
-          warp_mma(sums[HALVES ? step & 1 : 0][i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
+          warp_mma(sums[GROUP_OF_STEP(step)][i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
 #else
           warp_mma(acc[i], a, x[s][i][v].v[e], x[s][i][v].v[e + 1]);
 #endif
@@ -314,7 +323,7 @@ UNROLL
       }
 #if GROUPED
 UNROLL
-      for (int k = 0; k < SCALES_A_CHUNK; k++)
+      for (int k = 0; k < GROUPS_A_CHUNK; k++)
 UNROLL
         for (int i = 0; i < TILES; i++)
 UNROLL

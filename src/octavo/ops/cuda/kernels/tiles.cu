@@ -98,7 +98,7 @@ struct Ready {
   float scale[2][GROUPS_A_STAGE];
 #endif
 #if INTEGERS && ZEROS
-  float less[2][GROUPS_A_STAGE];  // what an input's sum counts for
+  float more[2][GROUPS_A_STAGE];  // what the inputs' sum counts for
 #endif
 };
 
@@ -114,9 +114,13 @@ UNROLL
       ready.scale[h][i] = load_scale(row[h].scales, (u32)(group_at(p, stage, i) * p.scale_group_stride));
 #endif
 #if INTEGERS && ZEROS
-      ready.less[h][i] = -(float)(int)shared_zero<true>(stage_at + ZEROS_AT + (i * COLUMNS + n + 8 * h) * ZERO_BYTES);
-#if GROUPED
-      ready.less[h][i] *= ready.scale[h][i];
+      const u32 zero = shared_zero<true>(stage_at + ZEROS_AT + (i * COLUMNS + n + 8 * h) * ZERO_BYTES);
+#if OFFSETS
+      ready.more[h][i] = as_float(zero);
+#elif GROUPED
+      ready.more[h][i] = -(float)(int)zero * ready.scale[h][i];
+#else
+      ready.more[h][i] = -(float)(int)zero;
 #endif
 #endif
     }
@@ -125,10 +129,10 @@ UNROLL
     Held held[2];
 UNROLL
     for (int h = 0; h < 2; h++) {
-      read_codes(held[h], stage_at + W_AT + (part * COLUMNS + n + 8 * h) * WIDTH + (lane & 3) * LOAD);
+      read_codes(held[h], stage_at + W_AT + (part * COLUMNS + n + 8 * h) * WIDTH, lane & 3, lane >> 3 & 1);
 #if ZEROS && !INTEGERS
 UNROLL
-      for (int i = 0; i < SCALES_A_CHUNK; i++) {
+      for (int i = 0; i < GROUPS_A_CHUNK; i++) {
         const int group = part * GROUPS_A_STAGE / PARTS + i;
         held[h].zero[i] = shared_zero<false>(stage_at + ZEROS_AT + (group * COLUMNS + n + 8 * h) * ZERO_BYTES);
       }
@@ -154,8 +158,10 @@ UNROLL
 
 // The group, within a stage, of an operand.
 INLINE int group_of_operand(int i) {
-#if HALVES && !INTEGERS
-  return i / STEPS * 2 + i % 2;
+#if SHORT_GROUPS && INTEGERS
+  return i / VECTORS * GROUPS_A_CHUNK + GROUP_OF_VECTOR(i % VECTORS);
+#elif SHORT_GROUPS
+  return i / STEPS * GROUPS_A_CHUNK + GROUP_OF_STEP(i % STEPS);
 #else
   return i * GROUPS_A_STAGE / OPERANDS;
 #endif
@@ -345,7 +351,7 @@ UNROLL
                 sum += sums[4 * j + e] * ready[d].scale[e >> 1][group];
 #endif
 #if INTEGERS && ZEROS
-                sum += as_float(x_sums.v[e & 1]) * ready[d].less[e >> 1][group];
+                sum += as_float(x_sums.v[e & 1]) * ready[d].more[e >> 1][group];
 #endif
               }
             }
