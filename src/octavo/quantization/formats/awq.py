@@ -10,9 +10,6 @@ from octavo.quantization.pieces import Format, Pieces, groups_of, in_groups, unp
 from octavo.quantization.random_codes import Storage, everywhere
 from octavo.quantization.settings import Settings
 
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of 8 consecutive features is."""
-
 
 def awq(settings: Settings) -> Format:
     """
@@ -61,6 +58,12 @@ def _read(pieces: Pieces, group: int) -> CodedRows:
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """[n, words] int32 -> [n, 8 * words] uint8"""
-    codes = unpacked(words, 4, words.shape[1] * 8)
-    return codes.view(len(codes), -1, 8)[:, :, list(_PLACES)].flatten(1)
+    """Of 8 consecutive features the even ones come first in a word, then the odd ones.
+
+    Args:
+        words: [n, words] int32
+
+    Returns:
+        [n, 8 * words] uint8
+    """
+    return unpacked(words, 4, words.shape[1] * 8).view(len(words), -1, 2, 4).transpose(-1, -2).flatten(1)
