@@ -24,7 +24,7 @@ from octavo.checkpoint.gguf_file import read_gguf
 from octavo.config import address_space
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
 from octavo.models.assembly import Assembly
-from octavo.models.loader import load_model, too_large
+from octavo.models.loader import _check_room, load_model, too_large
 from octavo.models.registry import model_spec
 from octavo.ops.registry import load_ops
 from octavo.weights.parallel_read import ParallelReader
@@ -183,6 +183,19 @@ def test_what_would_fit_is_what_can_be_had(tiny: Path, tmp_path: Path) -> None:
     for stored in (replace(plain.model, path=str(tmp_path / "m.gguf")), replace(plain.model, hf_config=low_bit)):
         said = too_large(replace(plain, model=stored), 2**40)
         assert "need 1024.0 GiB as they are kept, but" in said and said.endswith("use a smaller model or one with fewer bits a weight.")
+
+
+def test_weights_beyond_their_share_of_a_gpu_are_not_read(tiny: Path) -> None:
+    config = config_for(tiny)
+    config = replace(
+        config,
+        cache=replace(config.cache, memory_utilization=0.1, num_blocks_override=None),
+        device=replace(config.device, kind="cuda", free_bytes=2**34, total_bytes=2**34),
+    )
+    with pytest.raises(ConfigError, match=r"need 2.0 GiB, and --gpu-memory-utilization 0.1 leaves 1.6 GiB of 16.0 GiB .* above 0.13"):
+        _check_room(config, 2**31)
+    _check_room(config, 2**30)
+    _check_room(replace(config, cache=replace(config.cache, num_blocks_override=10)), 2**31)
 
 
 def test_a_limit_of_addresses_is_named_where_the_memory_is_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli.bench.offline import engine_of, open_llm
 from octavo.cli.bench.results import add_result_flags, publish
-from octavo.cli.flags import add_engine_settings, positive_int
+from octavo.cli.flags import add_engine_settings, engine_args, positive_int
 from octavo.cli.parser import CommandParser, Namespace, UsageError
+from octavo.cli.progress import LoadingProgress
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.types import Checkpoint
 
 
 def configure(parser: CommandParser) -> None:
@@ -56,20 +60,43 @@ def run(options: Namespace) -> int:
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not a UTF-8 text.") from None
     against = getattr(options, "against", None)
+    other = None if against is None else _second(options, against)  # before the first one takes its time
     with open_llm(options) as llm:
         windows = _windows(options, llm, text, file)
+        if other is not None:
+            _check_tokens(windows, other.hf_config.get("vocab_size"), other.name)
         engine, ours = engine_of(llm), _score(llm, windows)
     theirs = None
-    if against is not None:
+    if other is not None:
         options.model, options.model_argument = against, None
         if hasattr(options, "quantization"):
             del options.quantization
         with open_llm(options) as llm:
-            if any(max(window) >= llm.config.model.vocab_size for window in windows):
-                raise ConfigError(f"--against {against}: it has other tokens than the first model.")
-            theirs, against = _score(llm, windows), against or llm.config.model.name
+            _check_tokens(windows, llm.config.model.vocab_size, other.name)
+            theirs, against = _score(llm, windows), other.name
     _publish(options, engine, windows, ours, theirs, against)
     return 0
+
+
+def _second(options: Namespace, model: str) -> Checkpoint:
+    """Raises OctavoError: there is no such model."""
+    from octavo.checkpoint.resolve import resolve_checkpoint
+
+    args = engine_args(options)
+    with LoadingProgress() as progress:
+        return resolve_checkpoint(
+            model,
+            revision=args.revision,
+            download_dir=args.download_dir,
+            token=args.hf_token,
+            load_format=args.load_format,
+            progress=progress,
+        )
+
+
+def _check_tokens(windows: Sequence[list[int]], vocab_size: Any, model: str) -> None:
+    if isinstance(vocab_size, int) and any(max(window) >= vocab_size for window in windows):
+        raise ConfigError(f"--against {model}: it has other tokens than the first model.")
 
 
 def _windows(options: Namespace, llm: Any, text: str, file: str) -> list[list[int]]:

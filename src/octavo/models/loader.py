@@ -419,9 +419,16 @@ def _check_room(config: EngineConfig, needed: int) -> None:
     """Raises:
     ConfigError: weights of `needed` bytes do not fit into memory.
     """
-    room = config.device.free_bytes if config.device.kind == "cuda" else config.device.total_bytes
+    device, cache = config.device, config.cache
+    room = device.free_bytes if device.kind == "cuda" else device.total_bytes
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
+    sized = cache.memory_bytes is not None or cache.num_blocks_override is not None  # by the user: the share is no limit then
+    if device.kind == "cuda" and not sized and needed > (share := int(cache.memory_utilization * device.total_bytes)) > 0:
+        raise ConfigError(
+            f"The weights of {config.model.name} need {format_bytes(needed)}, and --gpu-memory-utilization {cache.memory_utilization:g} leaves "
+            f"{format_bytes(share)} of {format_bytes(device.total_bytes)} for all of it. Raise it above {math.ceil(100 * needed / device.total_bytes) / 100:.2f}."
+        )
 
 
 def too_large(config: EngineConfig, needed: int) -> str:

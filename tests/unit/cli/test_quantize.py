@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.cli import main
+from octavo.cli import evaluate, main
 from octavo.cli.quantize import METHODS, PROGRAMS
 from octavo.cli.tool_output import ToolProgress, lines_of
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
@@ -51,6 +52,21 @@ def test_perplexity_is_that_of_transformers(model: Path, tmp_path: Path, capsys:
     assert found["agreement"] == 1.0
     assert found["mean_logprob_difference"] == pytest.approx(0.0, abs=1e-6)
     assert "same likeliest token" in capsys.readouterr().out
+
+
+def test_the_second_model_is_looked_for_before_the_first_is_loaded(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, other = tmp_path / "text.txt", tmp_path / "other"
+    text.write_text("hello world, the hello of the world. " * 4)
+    shutil.copytree(model, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
+    monkeypatch.setattr(evaluate, "_score", lambda *_: pytest.fail("the first model was evaluated"))
+    flags = ["--device", "cpu", "--num-gpu-blocks-override", "64"]
+    for second, words in ((str(other), "it has other tokens than the first model"), ("/nowhere/at-all", "/nowhere/at-all")):
+        assert main(["eval", str(model), "--text", str(text), "--against", second, *flags]) == 1
+        assert words in capsys.readouterr().err
 
 
 def test_rounding_while_loading_costs_little(model: Path, tmp_path: Path) -> None:
