@@ -154,6 +154,8 @@ class ParallelConfig:
     data: int = 1
     first_device: int = 0
     """The GPU of the first rank; the others take those behind it."""
+    shared_gpus: int = 0
+    """GPUs that ranks share where there are more ranks than GPUs, for tests; 0: each has one of its own."""
     whole_experts: bool = False
     """Experts are dealt out to the ranks whole, instead of each being divided."""
     small_sums: bool = True

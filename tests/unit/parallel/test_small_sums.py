@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.parallel.distributed import DistributedGroup
+from octavo.parallel.distributed import DistributedGroup, Library
 from octavo.parallel.small_sums import Verdict, off, try_out
 from octavo.parallel.sum_table import ASSUMED, Limits, limits
 from octavo.parallel.symmetric import ALIGNMENT, RANKS, SymmetricSums, choose
@@ -69,6 +69,9 @@ class Scripted:
     def close(self) -> None:
         self.called.append("close")
 
+    def abandon(self) -> None:
+        self.called.append("abandon")
+
     def sum(self, x: torch.Tensor) -> torch.Tensor | None:
         return 2 * x if x.numel() == 4 else None
 
@@ -102,6 +105,11 @@ def test_one_rank_that_fails_at_any_step_is_enough_for_all(step: str, error: Exc
     assert well.called == ill.called == [*STEPS[: STEPS.index(step) + 1], "close"]
 
 
+def test_what_takes_the_rest_is_named() -> None:
+    assert try_out(Scripted("test"), lambda number: number, otherwise="pigeons").words == "pigeons for all sizes: no test"
+    assert off("asked for", "pigeons").words == "pigeons for all sizes: asked for"
+
+
 def test_a_gpu_that_is_lost_is_no_fall_back() -> None:
     with pytest.raises(ConfigError, match="cannot be ended"):
         try_out(Scripted("test", ConfigError("cannot be ended")), lambda number: number)
@@ -110,14 +118,18 @@ def test_a_gpu_that_is_lost_is_no_fall_back() -> None:
 def test_a_group_asks_the_quick_way_first_and_takes_the_other_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     slow: list[int] = []
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: slow.append(x.numel()))
-    group = DistributedGroup(None, 0, 2, small=Scripted())  # type: ignore[arg-type]
+    small, library = Scripted(), Library(None)
+    group = DistributedGroup(library, 0, 2, small=small)
     four, five = torch.ones(4), torch.ones(5)
     assert torch.equal(group.sum(four), torch.full((4,), 2.0))
     assert group.sum(five) is five
     assert slow == [5]
-    assert DistributedGroup(None, 0, 2).sum(four) is four  # type: ignore[arg-type]
+    assert DistributedGroup(library, 0, 2).sum(four) is four
     assert slow == [5, 4]
-    assert DistributedGroup(None, 0, 1, small=Scripted()).sum(four) is four  # type: ignore[arg-type]
+    assert DistributedGroup(library, 0, 1, small=Scripted()).sum(four) is four
+    group.abandon()
+    group.close()
+    assert small.called == ["abandon", "close"]
 
 
 TABLE = Limits(one_shot=1024, two_shot=4096)
