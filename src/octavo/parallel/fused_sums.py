@@ -26,7 +26,7 @@ from octavo.ops.triton.launch import compiles_only
 from octavo.ops.triton.turns import EARLY, overlap
 from octavo.parallel.group import Rows
 from octavo.parallel.sum_table import FusedLimits, fused_limits
-from octavo.parallel.symmetric import share
+from octavo.parallel.symmetric import share, side_stream
 
 REPLAYS = 20
 POLL_SECONDS = 0.001
@@ -90,7 +90,8 @@ class FusedSums:
         self._handle: Any = None
         self._place: Place | None = None
         self._side: torch.cuda.Stream | None = None
-        """For what is said to kernels that run."""
+        """To tell kernels that run that another rank is given up."""
+        self._given_up: torch.Tensor | None = None
 
     @property
     def described(self) -> str:
@@ -132,7 +133,7 @@ class FusedSums:
         missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         memory = tuple(self._handle.get_buffer(rank, (plain.end,), torch.uint8).data_ptr() for rank in range(self._size))
         self._place = Place(self._rank, memory, epochs, missing)
-        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side, self._given_up = side_stream(self._device), torch.ones(1, dtype=torch.int32, pin_memory=True)
         torch.cuda.synchronize(self._device)
         return None
 
@@ -178,7 +179,7 @@ class FusedSums:
             return torch.randn(count, dim, generator=generator, device=self._device).to(dtype)
 
         begin, x = numbers(rows, 0), numbers(rows, 2 + self._rank)
-        total = self._reference(x.float())
+        total = self._reference(x.to(torch.float32, copy=True))
         once = (total + begin.float()).to(dtype)
         return _Case(begin, x, numbers(1, 1)[0], once, (2 * total + once.float()).to(dtype))
 
@@ -226,9 +227,9 @@ class FusedSums:
 
     def abandon(self) -> None:
         """From any thread: sums wait for no other rank any more, and are void."""
-        if self._place is not None and self._side is not None:
+        if self._place is not None and self._side is not None and self._given_up is not None:
             with torch.cuda.stream(self._side):
-                self._place.epochs[:1].fill_(1)
+                self._place.epochs[:1].copy_(self._given_up, non_blocking=True)
                 self._side.synchronize()
 
     # Sums

@@ -66,6 +66,12 @@ def catch_up(smallest: Callable[[int], int], alone: Callable[[], ProcessGroup], 
             share(ALIGNMENT, group, device)
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For what is said to kernels that run: it must not be in a queue behind them, so it has another priority. Only for copies from
+    pinned memory: a kernel that is used for the first time may be loaded only when nothing runs."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 class Signals:
     """What kernels wait for that use a piece of shared memory; of those that would wait for ever, the way out.
 
@@ -76,16 +82,17 @@ class Signals:
         self._handle = handle  # its pads do not own what they show
         ranks = range(handle.world_size)
         self._own, *self._others = (handle.get_signal_pad((handle.rank + further) % len(ranks)).view(torch.int32) for further in ranks)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._given = torch.ones_like(self._own, device="cpu").pin_memory()
+        self._taken = torch.zeros_like(self._own, device="cpu").pin_memory()
+        self._stream = side_stream(device)
         self._closed = threading.Event()
-        torch.empty_like(self._own).fill_(1).zero_()  # loads these kernels: it might wait for those that wait
 
     def let_go(self) -> None:
         """Of one signal each, from any thread."""
         with torch.cuda.stream(self._stream):
-            self._own.fill_(1)
+            self._own.copy_(self._given, non_blocking=True)
             for pad in self._others:
-                pad.zero_()
+                pad.copy_(self._taken, non_blocking=True)
             self._stream.synchronize()
 
     def let_go_for_good(self) -> None:
