@@ -23,7 +23,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the engine decides
     boot: RankBoot = pickle.load(sys.stdin.buffer)
     die_with_parent(boot.from_main_thread)
-    logging.basicConfig(level=boot.log_level, format=f"%(levelname)s rank {boot.rank}: %(message)s")
+    replica = boot.config.parallel.name
+    logging.basicConfig(level=boot.log_level, format=f"%(levelname)s {replica}{', ' * bool(replica)}rank {boot.rank}: %(message)s")
     try:
         channel = open_channel(boot)
     except OctavoError:
