@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MEET_TIMEOUT = timedelta(seconds=300)
 """The last rank may still be importing or loading when the first is there."""
 MEET_PAUSE = 0.02
+NO_WARNINGS = {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
+"""That what is sent in a group waits for what was sent before: in that of all ranks, stages send in order and nobody does anything else."""
 
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Renamed in torch 2.13."""
@@ -215,7 +217,7 @@ class World:
         tensor, rank, size, on_gpu = parallel.tensor, meeting.rank, meeting.size, device.type == "cuda"
         shared = on_gpu and parallel.shared_gpus > 0
         if on_gpu:
-            os.environ.update(NO_MULTICAST)  # who started this process may not have
+            os.environ.update(NO_MULTICAST | NO_WARNINGS)  # who started this process may not have
             torch.cuda.set_device(device)
         with _gloo_over(gloo_interface(meeting.here)):
             _number_groups(meeting)

@@ -75,28 +75,34 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 class Signals:
     """What kernels wait for that use a piece of shared memory; of those that would wait for ever, the way out.
 
-    A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own. Here it gets what it waits for.
+    A kernel puts a 1 in each rank's pad, once there is a 0, and takes a 1 of each rank out of its own. Here it gets what it waits for.
     """
 
     def __init__(self, handle: Any, device: torch.device) -> None:
         self._handle = handle  # its pads do not own what they show
         ranks = range(handle.world_size)
         self._own, *self._others = (handle.get_signal_pad((handle.rank + further) % len(ranks)).view(torch.int32) for further in ranks)
-        self._given = torch.ones_like(self._own, device="cpu").pin_memory()
-        self._taken = torch.zeros_like(self._own, device="cpu").pin_memory()
-        self._stream = side_stream(device)
+        given = torch.ones_like(self._own, device="cpu")
+        # What some kernels put into their own pad they take out of it. They need both numbers there, in turns.
+        without = given.clone()
+        without[handle.rank :: handle.world_size] = 0
+        pinned = device.type == "cuda"
+        self._given = itertools.cycle([numbers.pin_memory() if pinned else numbers for numbers in (given, without)])
+        self._taken = torch.zeros_like(given, pin_memory=pinned)
+        self._stream = side_stream(device) if pinned else None
         self._closed = threading.Event()
 
     def let_go(self) -> None:
-        """Of one signal each, from any thread."""
+        """Of one signal each or of none: to be called until all have gone. From any thread, but from one."""
         with torch.cuda.stream(self._stream):
-            self._own.copy_(self._given, non_blocking=True)
+            self._own.copy_(next(self._given), non_blocking=True)
             for pad in self._others:
                 pad.copy_(self._taken, non_blocking=True)
-            self._stream.synchronize()
+            if self._stream is not None:
+                self._stream.synchronize()
 
     def let_go_for_good(self) -> None:
-        """Nobody waits any more, until `close`. Does not wait either."""
+        """Nobody waits any more, until `close`. Does not wait for that either."""
         threading.Thread(target=self._keep_letting_go, name="octavo-signals", daemon=True).start()
 
     def _keep_letting_go(self) -> None:

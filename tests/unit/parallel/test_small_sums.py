@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.parallel.distributed import DistributedGroup, Library
 from octavo.parallel.small_sums import Verdict, off, try_out
 from octavo.parallel.sum_table import ASSUMED, Limits, limits
-from octavo.parallel.symmetric import ALIGNMENT, RANKS, SymmetricSums, choose
+from octavo.parallel.symmetric import ALIGNMENT, RANKS, Signals, SymmetricSums, choose
 from octavo.protocol.boot import NO_MULTICAST, child_environment
 
 STEPS = ("unusable", "open", "test")
@@ -238,6 +239,47 @@ def test_sums_leave_what_they_add_and_come_in_the_callers_shape(monkeypatch: pyt
     assert sums.sum(torch.zeros(8, 1024)) is None
     assert operations.called == [("one_shot", 512), ("two_shot", 2048), ("one_shot", 256)]
     assert sums.described == "symmetric memory in one shot up to 1 KiB, in two shots up to 4 KiB, NCCL above"
+
+
+class Pads:
+    """Two ranks' pads, as the handle of one shows them."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self.pads = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
+
+    def get_signal_pad(self, rank: int) -> torch.Tensor:
+        return self.pads[rank]
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_kernels_that_wait_for_a_lost_rank_are_let_go(itself: bool) -> None:
+    """Whether they signal to themselves, as sums do, or do not, as barriers: many, one after the other."""
+    pads = Pads()
+    signals = Signals(pads, torch.device("cpu"))
+    ended = threading.Event()
+
+    def kernels() -> None:
+        def becomes(pad: torch.Tensor, at: int, before: int, after: int) -> None:
+            deadline = time.monotonic() + 20
+            while int(pad[at]) != before:
+                assert time.monotonic() < deadline
+                time.sleep(1e-5)
+            pad[at] = after
+
+        for _ in range(20):
+            for other in (0, 1) if itself else (1,):
+                becomes(pads.pads[other], 0, 0, 1)
+                becomes(pads.pads[0], other, 1, 0)
+        ended.set()
+
+    thread = threading.Thread(target=kernels, daemon=True)
+    thread.start()
+    assert not ended.wait(0.2)
+    signals.let_go_for_good()
+    assert ended.wait(20)
+    signals.close()
 
 
 def test_processes_that_are_started_use_no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
