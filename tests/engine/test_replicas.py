@@ -54,7 +54,7 @@ async def test_requests_are_spread_and_results_are_whole(tmp_path: Path) -> None
         assert alive(client) == [0, 0, 0]
         assert [load.sequences for load in client._router.loads] == [0, 0, 0]
         stats = await llm.ping()
-        assert stats.generation_tokens == 9 * 50
+        assert (stats.generation_tokens, stats.replicas) == (9 * 50, 3)
         pids = client.engine_pids
     assert not any(psutil.pid_exists(pid) for pid in pids if pid is not None)
 
@@ -91,6 +91,7 @@ async def test_streams_of_a_replica_that_is_given_up_go_on_with_the_others(tmp_p
         assert (alive(client), [load.sequences for load in client._router.loads]) == ([0, 0], [0, 0])
         stats = await llm.ping()
         assert (stats.running, stats.kv_blocks_used, stats.kv_blocks_total) == (0, 0, client._clients[1].stats().kv_blocks_total)
+        assert stats.replicas == 1
         assert stats.generation_tokens >= 6 * 300 - 6  # what was computed and not delivered is computed again
         assert llm.ready_report.num_blocks == whole[0] // 2
         assert llm.ready_report.device == whole[1].replace("2 replicas", "1 of 2 replicas")

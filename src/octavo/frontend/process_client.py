@@ -354,7 +354,7 @@ class ProcessClient:
             self._live.clear()
         self._fail_all(error)
         self._before_restart = self._stats  # what was done stays done, and nothing runs here any more
-        self._on_stats(EngineStats(last_step_time=self._stats.last_step_time))
+        self._on_stats(EngineStats(last_step_time=self._stats.last_step_time, replicas=0))
 
     async def _run(self, process: EngineProcess) -> None:
         """Pass messages on until the engine is dead or hung; always ends by raising _Crash."""
