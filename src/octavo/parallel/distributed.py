@@ -214,7 +214,8 @@ class World:
             device: of the tensors that are passed around.
             rows: what is added up and then normed, if anything is.
         """
-        tensor, rank, size, on_gpu = parallel.tensor, meeting.rank, meeting.size, device.type == "cuda"
+        tensor, rank, size = parallel.tensor, meeting.rank, meeting.size
+        self._on_gpu = on_gpu = device.type == "cuda"
         shared = on_gpu and parallel.shared_gpus > 0
         if on_gpu:
             os.environ.update(NO_MULTICAST | NO_WARNINGS)  # who started this process may not have
@@ -262,6 +263,9 @@ class World:
 
     def close(self) -> None:
         """Leave the others."""
+        if self._on_gpu:
+            with contextlib.suppress(RuntimeError):  # a device that is lost anyway
+                torch.cuda.synchronize()  # what still waits is let go of until then
         self.tensor.close()
         for carrier in self._carriers:
             carrier.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
+from octavo.parallel import symmetric
 from octavo.parallel.distributed import DistributedGroup, Library
 from octavo.parallel.small_sums import Verdict, off, try_out
 from octavo.parallel.sum_table import ASSUMED, Limits, limits
@@ -239,6 +240,33 @@ def test_sums_leave_what_they_add_and_come_in_the_callers_shape(monkeypatch: pyt
     assert sums.sum(torch.zeros(8, 1024)) is None
     assert operations.called == [("one_shot", 512), ("two_shot", 2048), ("one_shot", 256)]
     assert sums.described == "symmetric memory in one shot up to 1 KiB, in two shots up to 4 KiB, NCCL above"
+
+
+def test_a_process_that_has_shared_memory_before_and_a_new_one_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In threads for ranks, of which the first has had engines before."""
+    here, made, everybody = threading.local(), list[tuple[int, int]](), Everybody(2)
+
+    class Shared:
+        @property
+        def times(self) -> int:
+            return int(here.times)
+
+    def share(nbytes: int, group: int, device: torch.device) -> None:
+        made.append((group, nbytes))
+        here.times += 1
+
+    monkeypatch.setattr(symmetric, "_Shared", Shared())
+    monkeypatch.setattr(symmetric, "share", share)
+
+    def rank(number: int) -> int:
+        for times in ((3, 0), (2, 2)):
+            here.times = times[number]
+            symmetric.catch_up(everybody.as_rank(number), lambda: number, torch.device("cpu"))
+        return int(here.times)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, range(2))) == [2, 2]
+    assert made == [(1, ALIGNMENT)] * 3
 
 
 class Pads:
