@@ -14,6 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -359,6 +360,25 @@ async def test_it_can_be_made_outside_of_a_loop_and_used_in_one(tmp_path: Path) 
         assert text == "Hello"
     finally:
         await llm.shutdown()
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_what_the_start_warns_of_is_logged_unless_it_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture, shown: bool) -> None:
+    llm = await asyncio.to_thread(AsyncLLM.from_engine_args, scripted_args(tmp_path, default=SAYS))
+    start = llm._client.start
+
+    async def warned(progress: Any = None) -> Any:
+        return msgspec.structs.replace(await start(progress), warnings=("little room",))
+
+    llm._client.start = warned  # type: ignore[method-assign]
+    try:
+        if shown:
+            await llm.wait_ready(shows_warnings=True)
+        for _ in range(2):
+            await collect(llm.generate("hi", SamplingParams(max_tokens=1, output_kind=DELTA)))
+    finally:
+        await llm.shutdown()
+    assert caplog.messages.count("little room") == (not shown)
 
 
 async def test_shutdown_can_wait_for_running_requests(tmp_path: Path) -> None:

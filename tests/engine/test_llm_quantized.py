@@ -50,13 +50,16 @@ def made_up(folder: Path, quantization: dict[str, Any], **settings: Any) -> LLM:
 
 
 @pytest.mark.parametrize(("kernels", "group", "kept"), [("native", 32, None), ("native", 16, "float32, float16"), ("torch", 32, "float32")])
-def test_what_low_bit_weights_are_kept_in_is_told(kernels: str, group: int, kept: str | None, tmp_path: Path) -> None:
+def test_what_low_bit_weights_are_kept_in_is_told(
+    kernels: str, group: int, kept: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with made_up(tmp_path, {"quant_method": "awq", "bits": 4, "group_size": group}, cpu_kernels=kernels) as llm:
         output = llm.generate({"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
         assert output[0].outputs[0].finish_reason == "length"
         report = llm.ready_report
         assert sum(report.weights_kinds.values()) == report.weights_bytes
         told = [w for w in report.warnings if w.startswith("Weights quantised with awq are kept")]
+        assert [m for m in caplog.messages if m.startswith("Weights quantised with awq are kept")] == told
         if kept is None:
             assert not told and "4-bit groups" in report.weights_kinds
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.grammar import library
 from tests.support.grammars import matches
 from tests.support.http_server import RunningServer
 from tests.support.server_process import scripted_engine, server_process
@@ -202,6 +203,13 @@ def test_a_server_without_the_engine_says_what_to_install(server: RunningServer,
     tool = {"type": "function", "function": {"name": "asked_nowhere_else"}}
     assert server.post(CHAT, {**HI, "tools": [tool]}).status_code == 200
     assert server.post(CHAT, {**HI, "tools": [tool], "tool_choice": "required"}).status_code == 400
+
+
+def test_an_engine_that_is_too_old_is_named(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_too_old", lambda: "1.6.1")
+    reply = server.post(CHAT, {**HI, "structured_outputs": {"choice": ["nor this one"]}})
+    assert reply.status_code == 400
+    assert "needs llguidance 1.9 or newer; this server has 1.6.1" in reply.json()["error"]["message"]
 
 
 def test_the_vocabulary_is_what_the_tokens_stand_for(server: RunningServer) -> None:

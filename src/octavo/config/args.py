@@ -142,9 +142,11 @@ class EngineArgs:
     cpu_offload_gb: float = setting(0.0, "Weights kept in host memory, GiB.", group="cache", status="not yet")
 
     # Scheduler
-    max_num_seqs: int | None = setting(None, "Most sequences running at once. Default: 256, on a CPU 64.", group="scheduler")
+    max_num_seqs: int | None = setting(
+        None, "Most sequences running at once. Default: 256, on GPUs from 70 GiB on 1024, on a CPU 64.", group="scheduler"
+    )
     max_num_batched_tokens: int | None = setting(
-        None, "Token budget of a step. Default: 8192 on a GPU, 2048 on a CPU.", group="scheduler", size=True
+        None, "Token budget of a step. Default: 8192 on a GPU (from 70 GiB on 16384), 2048 on a CPU.", group="scheduler", size=True
     )
     enable_chunked_prefill: bool = setting(True, "Split long prompts over steps, mixed with decodes.", group="scheduler")
     scheduling_policy: str = setting("fcfs", "Order of waiting requests.", group="scheduler", choices=("fcfs", "priority", "fair"))

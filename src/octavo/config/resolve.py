@@ -529,7 +529,8 @@ def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages:
             )
         budget = model.max_model_len
     if seqs > budget:
-        warnings.append(f"--max-num-seqs {seqs} is more than the token budget of a step: running with {budget}.")
+        if args.max_num_seqs is not None:  # by default it follows
+            warnings.append(f"--max-num-seqs {seqs} is more than the token budget of a step: running with {budget}.")
         seqs = budget
     target = _positive(args, "target_step_ms")
     threshold = _whole(args, "long_prefill_token_threshold", minimum=0)

@@ -20,7 +20,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, RequestFailed
 from octavo.frontend.beam import BeamSearch, Collector, beam_request_output
 from octavo.frontend.client import Progress, RemoteClient, State
-from octavo.frontend.launch import Launch, open_tokenizer, prepare_launch
+from octavo.frontend.launch import Launch, log_warnings, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import FinishedRequest, RequestOutput
 from octavo.frontend.pooling import PoolingProcessor, PoolingState, PreparedPooling
 from octavo.frontend.processor import InputProcessor
@@ -144,6 +144,7 @@ class AsyncLLM:
         """Running beam searches, by request id, with the turn they wait for."""
         self._listeners: list[Listener] = []
         self._starting: asyncio.Task[EngineReady] | None = None
+        self._to_warn = True
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -187,11 +188,18 @@ class AsyncLLM:
             raise
         return llm
 
-    async def wait_ready(self, progress: Progress | None = None) -> EngineReady:
-        """Wait until the engine takes requests; at once after the first time."""
+    async def wait_ready(self, progress: Progress | None = None, *, shows_warnings: bool = False) -> EngineReady:
+        """Wait until the engine takes requests; at once after the first time.
+
+        Args:
+            shows_warnings: who asks first shows what the report warns of; else it is logged.
+        """
         if self._starting is None:
-            self._starting = asyncio.create_task(self._client.start(progress))
+            self._starting, self._to_warn = asyncio.create_task(self._client.start(progress)), not shows_warnings
         ready = await asyncio.shield(self._starting)  # one request that gives up must not end the start for all
+        if self._to_warn:
+            self._to_warn = False
+            log_warnings(ready, self.config)
         if ready.max_model_len != self.config.model.max_model_len:
             # `auto` took what fits.
             self.config = dataclasses.replace(self.config, model=dataclasses.replace(self.config.model, max_model_len=ready.max_model_len))

@@ -17,6 +17,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import CheckpointError, ConfigError
 from octavo.frontend.client import Progress
 from octavo.frontend.processor import default_sampling_params
+from octavo.protocol.engine import EngineReady
 
 if TYPE_CHECKING:
     from octavo.checkpoint.types import Checkpoint
@@ -116,6 +117,13 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
         logger.info("Sampling defaults of the model, where a request says nothing: %s (--generation-config none turns them off)", shown)
     return Launch(args, checkpoint, config, defaults)
+
+
+def log_warnings(ready: EngineReady, config: EngineConfig) -> None:
+    """What the engine found while it started, for programs that show no start-up report. The settings' own were logged before."""
+    for warning in ready.warnings:
+        if warning not in config.warnings:
+            logger.warning("%s", warning)
 
 
 def _check_addresses(config: EngineConfig) -> None:

@@ -27,7 +27,7 @@ from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.frontend.beam import BeamSearch, Collector, beam_search_output
 from octavo.frontend.client import InProcessClient, Progress
-from octavo.frontend.launch import engine_args, open_tokenizer, prepare_launch
+from octavo.frontend.launch import engine_args, log_warnings, open_tokenizer, prepare_launch
 from octavo.frontend.outputs import BeamSearchOutput, RequestOutput
 from octavo.frontend.pooling import (
     PoolingOutput,
@@ -82,6 +82,7 @@ class LLM:
         self.config: EngineConfig = launch.config
         self._tokenizer = open_tokenizer(launch)
         self._client = InProcessClient(launch.config, progress or _no_progress)
+        log_warnings(self._client.ready_report, launch.config)
         self._defaults = launch.default_sampling_params
         self._processor = InputProcessor(launch.config, self._tokenizer, self._client.ready_report.max_model_len)
         self._client.vocabulary = self._processor.vocabulary

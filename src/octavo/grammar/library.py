@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
 import re
 from typing import Any
 
@@ -10,17 +12,19 @@ from octavo.config.address_space import is_refusal
 from octavo.errors import NotYet
 
 INSTALL = "pip install 'octavo[structured]'"
+_LEAST = (1, 9)
+"""The oldest version that is used, see pyproject.toml."""
 
 
 def llguidance() -> Any:
     """The module.
 
     Raises:
-        NotYet: it is not installed.
+        NotYet: it is not installed, or too old.
         MemoryError: the system gives no memory for it.
     """
     try:
-        return importlib.import_module("llguidance")
+        found = importlib.import_module("llguidance")
     except ImportError as error:
         if is_refusal(error):
             raise MemoryError("The system gives no memory for the grammar engine.") from None
@@ -28,6 +32,18 @@ def llguidance() -> Any:
             f"Structured output (response_format, structured_outputs, tool_choice required or named, strict tools) needs the package "
             f"llguidance, which this server lacks: {INSTALL}."
         ) from None
+    if (version := _too_old()) is not None:
+        raise NotYet(
+            f"Structured output needs llguidance {_LEAST[0]}.{_LEAST[1]} or newer; this server has {version}: {INSTALL} --upgrade."
+        )
+    return found
+
+
+@functools.cache
+def _too_old() -> str | None:
+    """The version that is installed, if it cannot be used."""
+    version = importlib.metadata.version("llguidance")
+    return version if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _LEAST else None
 
 
 TOO_COMPLEX = "it is too complex. Use a simpler one, with fewer alternatives and smaller repetitions."

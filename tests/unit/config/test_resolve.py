@@ -34,6 +34,14 @@ def test_defaults_follow_the_device() -> None:
     assert cpu.model.eos_token_ids == (2,), "ids outside the vocabulary cannot end a sequence"
 
 
+def test_requests_at_once_follow_the_budget_of_a_step() -> None:
+    followed, cut = make(GPU, max_num_batched_tokens=128), make(GPU, max_num_batched_tokens=128, max_num_seqs=256)
+    assert followed.scheduler.max_num_seqs == cut.scheduler.max_num_seqs == 128
+    assert [w for w in cut.warnings if w not in followed.warnings] == [
+        "--max-num-seqs 256 is more than the token budget of a step: running with 128."
+    ]
+
+
 def test_resolving_is_pure() -> None:
     assert make(max_model_len="2k") == make(max_model_len="2k")
 

@@ -303,7 +303,7 @@ async def serve_until(
 
 async def _ready_before(stop: asyncio.Event, llm: AsyncLLM, progress: Progress | None) -> bool:
     """Waits for the engine. False: asked to stop first."""
-    starting = asyncio.ensure_future(llm.wait_ready(progress))
+    starting = asyncio.ensure_future(llm.wait_ready(progress, shows_warnings=True))
     stopping = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -73,7 +73,7 @@ async def _serve(boot: ApiServerBoot, client: RelayedClient, launch: Launch, set
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, steps)
     llm = AsyncLLM(launch, open_tokenizer(launch), client)
-    waiting = asyncio.ensure_future(llm.wait_ready())
+    waiting = asyncio.ensure_future(llm.wait_ready(shows_warnings=True))
     from octavo.frontend.http.app import build_app  # takes a while: the engine loads meanwhile
     from octavo.frontend.http.conversation import log_notes
 
