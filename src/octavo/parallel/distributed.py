@@ -237,7 +237,7 @@ class World:
         group, everybody = groups[rank // tensor], dist.group.WORLD
         assert everybody is not None
         between: Carrier = SharedGpu(everybody, device) if shared else Library(everybody, on_gpu=on_gpu)
-        within: Carrier = SharedGpu(group, device) if shared and tensor > 1 else Library(group, on_gpu=on_gpu)
+        within: Carrier = SharedGpu(group, device) if shared and tensor > 1 else Library(group, on_gpu=on_gpu and not shared)
         self._carriers = (within, between)
         verdict, fused = _small_sums(group, within, rank, parallel, device, rows)
         self.sums = verdict.words
