@@ -32,7 +32,7 @@ def test_a_cluster_that_does_not_let_us_in_is_no_missing_one(monkeypatch: pytest
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:%d" % listener.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"something listens there.*\(Failed to connect\)\. .*RAY_AUTH_MODE=token"):
             ray_cluster.connect("anybody")
 
