@@ -43,10 +43,10 @@ class Cluster:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def deploy(self, *flags: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    def deploy(self, *flags: str, timeout: float = 90, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_ADDRESS": self.address}
         command = [sys.executable, "-m", "octavo", "deploy", *flags, "--host", "127.0.0.1", "--port", str(self.port), "--proxies", "head"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,27 @@ def test_a_fleet_from_its_start_to_its_end(cluster: Cluster, tmp_path: Path) -> 
         assert complete(client, "hi") == "two"
         assert "fleet octavo has ended" in cluster.deploy("--delete").stdout
     assert not engines()
+
+
+def test_what_a_fleet_has_left_is_in_nobodys_way_and_names_are_as_typed(cluster: Cluster, tmp_path: Path) -> None:
+    """Ray Serve goes on, on the port that it was started with."""
+    args = flags(tmp_path / "three", "three")
+    at = args.index("--served-model-name")
+    del args[at : at + 2]
+    args[0] = os.path.relpath(args[0], tmp_path)
+    broken = cluster.deploy(*args, "--tokenizer", str(tmp_path / "nowhere"), cwd=tmp_path)
+    assert (broken.returncode, "It has been taken away again." in broken.stderr) == (1, True)
+    cluster.port = free_port()
+    started = cluster.deploy(*args, cwd=tmp_path)
+    assert started.returncode == 0, started.stderr
+    url, before = f"http://127.0.0.1:{cluster.port}", cluster.port
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == args[0]
+    cluster.port = free_port()
+    refused = cluster.deploy(*args, "--fleet-name", "other", cwd=tmp_path)
+    assert f"Ray Serve runs in this cluster already, on port {before}, for octavo." in refused.stderr
+    assert httpx.get(f"{url}/health").status_code == 200
+    cluster.port = before
+    assert "fleet octavo has ended" in cluster.deploy("--delete").stdout
 
 
 def replies_are_those_of_a_server(client: httpx.Client) -> None:
