@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ def test_a_fleet_from_its_start_to_its_end(cluster: Cluster, tmp_path: Path) -> 
         prompts_go_to_where_they_are_cached(client)
         asyncio.run(streams_and_their_ends(cluster.url))
         asyncio.run(an_engine_that_is_killed_is_a_pause(cluster.url))
-        asyncio.run(a_replica_that_is_killed_is_said(cluster.url))
+        asyncio.run(a_replica_that_is_lost_is_said(cluster.url, "kill"))
+        asyncio.run(two_replicas_again(cluster.url))
+        asyncio.run(a_replica_that_is_lost_is_said(cluster.url, "suspend"))
         growing = [*fleet, "--max-replicas", "3", "--target-requests", "1", "--upscale-delay", "0"]
         asyncio.run(updates_fail_no_request(cluster, [*two, *growing]))
         assert complete(client, "hi") == "two"
@@ -246,16 +249,24 @@ async def much_work_brings_a_replica(url: str) -> None:
             one.cancel()
 
 
-async def a_replica_that_is_killed_is_said(url: str) -> None:
+async def two_replicas_again(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client, asyncio.timeout(60):
+        while len(await running_requests(client)) < 2:
+            await asyncio.sleep(0.2)
+
+
+async def a_replica_that_is_lost_is_said(url: str, how: str) -> None:
     """Its streams end with an error; those of the others go on, and a request that had no answer yet is answered by them."""
     replica = next(p for p in psutil.Process().children(recursive=True) if "ray::ServeReplica:octavo:replica" in " ".join(p.cmdline()))
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         body = {"model": "tiny", "prompt": "slow", "max_tokens": 100, "temperature": 0}
         streams = [asyncio.create_task(client.post("/v1/completions", json={**body, "stream": True})) for _ in range(4)]
+        began = time.monotonic()
         wholes = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
         await asyncio.sleep(0.5)
-        replica.kill()
+        getattr(replica, how)()
         texts = [(await one).text for one in streams]
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
         assert 0 < sum("has ended. Send the request again." in text for text in texts) < len(texts)
         assert [json.loads((await one).content)["choices"][0]["text"] for one in wholes] == ["abcde" * 20] * 4
+        assert time.monotonic() - began < 30
