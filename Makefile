@@ -12,12 +12,12 @@ BIN := $(VENV)/bin
 LLAMA_CPP_PYTHON ?=
 OPENVINO_PYTHON ?=
 GPU_PYTHON ?= python3
-GPU_JOBS ?= 6
+GPU_JOBS ?= $(shell n=$$(($$(nproc 2>/dev/null || echo 8) / 2)); echo $$((n < 1 ? 1 : n > 8 ? 8 : n)))
 GPU_SITE := .gpu
 GPU_NEEDS := msgspec pyzmq gguf pytest-xdist execnet
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat setup test lint format unit docs bench sanitize emulate-arm gpu-wheels gpu-site gpu-test gpu-bench gpu-bench-2 clean
+.PHONY: help serve chat setup test lint format unit docs bench sanitize emulate-arm gpu-wheels gpu-site gpu-test gpu-bench gpu-bench-2 gpu-bench-invariant clean
 
 help:
 	@echo "make serve      serve the bundled model on port $(PORT) (PORT=, MODEL=, ARGS=)"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench      CPU benchmarks -> benchmarks/results (LLAMA_CPP_PYTHON=, OPENVINO_PYTHON= add peers)"
 	@echo "make gpu-test   GPU tests with the python3 that is there; make gpu-bench measures"
 	@echo "make gpu-bench-2  the same over two GPUs: sums between them, 8B and 70B"
+	@echo "make gpu-bench-invariant  what --batch-invariant costs"
 	@echo "make clean      remove the environment and caches"
 
 # The stamps hold when the environment matches pyproject.toml and the compiled kernels their sources, so that a second run starts at once.
@@ -98,11 +99,11 @@ gpu-site:
 		$(GPU_PYTHON) -m pip install --quiet --upgrade --target $(GPU_SITE) --no-deps $(GPU_NEEDS)
 
 # Tests that want all of a GPU's memory come first. Then GPU_JOBS processes share it, or one has it, where pytest-xdist is not there.
-# 5: ARGS leave no test.
+# They share the cores too: without a limit, torch takes all of them for each. 5: ARGS leave no test.
 gpu-test: GPU_SPREAD = $(shell PYTHONPATH=$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -c "import xdist" 2>/dev/null && echo --numprocesses=$(GPU_JOBS) --dist=worksteal)
 gpu-test: gpu-site
 	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu -m alone $(ARGS) || [ $$? -eq 5 ]
-	PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" $(GPU_SPREAD) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-4} PYTHONPATH=src:$(GPU_SITE):$$PYTHONPATH $(GPU_PYTHON) -m pytest tests/gpu tests/ops/triton tests/ops/cuda -m "not alone" $(GPU_SPREAD) $(ARGS)
 
 gpu-bench: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_ops.py
@@ -114,6 +115,14 @@ gpu-bench: gpu-site
 gpu-bench-2: gpu-site
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.gpu_all_reduce --gpus 2 --write-table
 	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) benchmarks/gpu_throughput.py --gpus 2 --parts latency throughput start $(ARGS)
+
+# What --batch-invariant costs: each number with and without it.
+gpu-bench-invariant: COMPARE = benchmarks/gpu_throughput.py --runs 1 --compare '{"batch_invariant": true}' $(ARGS)
+gpu-bench-invariant: gpu-site
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) $(COMPARE) --shapes qwen3-0.6b --parts throughput \
+		--output benchmarks/results/gpu_batch_invariant.json
+	PYTHONPATH=src:.:$(GPU_SITE) $(GPU_PYTHON) $(COMPARE) --shapes llama-3.1-8b --parts latency first \
+		--output benchmarks/results/gpu_batch_invariant_8b.json
 
 clean:
 	rm -rf $(VENV) $(GPU_SITE) build dist src/*.egg-info compat/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

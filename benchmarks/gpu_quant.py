@@ -144,6 +144,7 @@ def main() -> None:
             layer = LowBitLinear()
             first = packed(layer, kind, out, inner, group)
             weights = [first, *(packed(layer, kind, out, inner, group) for _ in range(max(1, min(31, int(3e8 / first.nbytes)))))]
+            torch.cuda.synchronize()  # `ops.registry.Linear` wants whole weights
             for rows in args.rows:
                 x = torch.randn(rows, inner, device=DEVICE).bfloat16()
                 got, expected = layer.linear(x, first, None).float(), x.float() @ unpack(first, torch.float32).T

@@ -7,6 +7,7 @@ vLLM's on the same card. transformers' own continuous batching runs live, on a s
 
     make gpu-bench [ARGS="--shapes qwen3-0.6b llama-3.1-8b --profile"]
     make gpu-bench-2                     8B and 70B over two GPUs
+    make gpu-bench-invariant             what --batch-invariant costs: with and without it, one after the other
 """
 
 from __future__ import annotations
@@ -360,6 +361,17 @@ def show(shape: str, result: dict[str, Any], gpus: int) -> None:
             print(f"    {kernel['us']:>9.1f} us {kernel['launches']:>6.1f}x {kernel['name']}")
 
 
+COMPARED = ("tpot_1_ms", "tpot_32_ms", "ttft_1_ms", "ttft_32_ms", "first_8k_ms", "seconds")
+"""What `--compare` sets side by side."""
+
+
+def show_compared(shape: str, plain: dict[str, Any], other: dict[str, Any], settings: dict[str, Any]) -> None:
+    print(f"\n{shape}: {json.dumps(settings)} beside the run without it")
+    for key in COMPARED:
+        if key in plain and key in other:
+            print(f"  {key:<14}{plain[key]:>10.3f}{other[key]:>10.3f}{other[key] / plain[key]:>8.2f} times as long")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="GPU throughput and latency with random weights.")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default: those for so many GPUs")
@@ -367,6 +379,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--runs", type=int, default=2, help="of the offline workload; the fastest counts")
     parser.add_argument("--settings", default="{}", help="JSON: more settings of LLM(...).")
+    parser.add_argument(
+        "--compare", metavar="JSON", help='further settings, measured after those without them, such as {"batch_invariant": true}'
+    )
     parser.add_argument("--config", default="{}", help='JSON: more of config.json, such as {"quantization_config": {...}}.')
     parser.add_argument("--profile", action="store_true", help="Also show where the time of decode steps goes.")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu_throughput.json, or gpu_throughput_N.json for N GPUs")
@@ -375,12 +390,17 @@ def main() -> None:
     if gpus > 1:
         settings.setdefault("tensor_parallel_size", gpus // settings.get("pipeline_parallel_size", 1))
     output = options.output or Path(__file__).parent / "results" / f"gpu_throughput{'' if gpus == 1 else f'_{gpus}'}.json"
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
+    config, compare = json.loads(options.config), json.loads(options.compare or "{}")
     for shape in options.shapes or USUAL.get(gpus, USUAL[2]):
-        results[shape] = measure(shape, json.loads(options.config), settings, options.parts, options.runs, options.profile)
+        results[shape] = measure(shape, config, settings, options.parts, options.runs, options.profile)
         show(shape, results[shape], gpus)
+        if compare:
+            results[shape]["compared"] = other = measure(shape, config, settings | compare, options.parts, options.runs, options.profile)
+            show(shape, other, gpus)
+            show_compared(shape, results[shape], other, compare)
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    asked = {"gpus": gpus, "config": json.loads(options.config), "settings": settings}
+    asked = {"gpus": gpus, "config": config, "settings": settings} | ({"compare": compare} if compare else {})
     write_json(output, {"bench": "gpu_throughput", "date": date, **asked, "results": results, "environment": environment()})
 
 

@@ -43,7 +43,11 @@ def serve(kilobytes: int, *flags: str) -> list[str]:
     [
         (50_000, r"There is not enough memory to go on: the address space of each process is limited to 48\.8 MiB \(ulimit -v\)"),
         (200_000, r"limited to 195\.3 MiB \(ulimit -v\), and .* needs at least 304\.0 MiB to start"),
-        (450_000, r"or raise the limit of the address space \(439\.5 MiB, ulimit -v\)\. A step may take .*: --max-num-batched-tokens"),
+        (
+            400_000,
+            r"No length fits into the address space of 390\.6 MiB \(ulimit -v\): raise that limit, lower what a step may take "
+            r"\(\d+\.\d MiB\) with --max-num-batched-tokens and --max-num-seqs, or use a smaller model\.",
+        ),
     ],
 )
 def test_too_little_is_said_in_a_line(kilobytes: int, said: str) -> None:

@@ -19,7 +19,7 @@ from octavo.config.args import EngineArgs
 from octavo.engine.build import build_server_engine
 from octavo.errors import ConfigError
 from octavo.frontend.launch import prepare_launch
-from octavo.protocol.engine import NewRequest
+from octavo.protocol.engine import EngineReady, NewRequest
 from octavo.protocol.step import StepPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -266,6 +266,39 @@ def test_what_another_process_holds_is_left_to_it(folder: str) -> None:
             assert generated(llm, params()[:40])
     finally:
         other.stdin.close()
+        other.wait()
+
+
+CHURN = """
+import random, torch
+print("ready", flush=True)
+while True:
+    held = [torch.empty(random.randrange(1, 1 << 31), dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del held
+    torch.cuda.empty_cache()
+"""
+
+
+def test_what_is_measured_does_not_depend_on_what_others_allocate_meanwhile(folder: str) -> None:
+    def report() -> EngineReady:
+        with LLM(folder, dtype="float16", **SETTINGS) as llm:
+            return llm.ready_report
+
+    report()  # what the first engine of a process takes for good, such as workspaces of cuBLAS
+    alone = report()
+    other = subprocess.Popen([sys.executable, "-c", CHURN], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        for _ in range(3):
+            beside = report()
+            assert other.poll() is None, "it is still at it"
+            # Workspaces of another stream now and then, and up to 1 GiB for what the driver keeps for all processes.
+            step, cache = beside.activation_bytes - alone.activation_bytes, beside.cache_bytes - alone.cache_bytes
+            assert abs(step) < 256 << 20, (alone.activation_bytes, beside.activation_bytes)
+            assert abs(cache) < 1280 << 20, (alone.cache_bytes, beside.cache_bytes)
+    finally:
+        other.kill()
         other.wait()
 
 

@@ -3,6 +3,7 @@ them. (Slow, and no case for NCCL, but the same memory, kernels and signals.)"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -38,8 +39,9 @@ def together(tmp_path: Path, work: Callable[..., Any], ranks: int = 2) -> list[A
     for process in processes:
         process.start()
     try:
+        deadline = time.monotonic() + 2 * PATIENCE
         for process in processes:
-            process.join(2 * PATIENCE)
+            process.join(max(0.0, deadline - time.monotonic()))
         assert [process.exitcode for process in processes] == [0] * ranks
         return [answer for _, answer in sorted(results.get() for _ in processes)]
     finally:
@@ -48,6 +50,7 @@ def together(tmp_path: Path, work: Callable[..., Any], ranks: int = 2) -> list[A
 
 
 def _rank(store: str, work: Callable[..., Any], rank: int, ranks: int, results: Any) -> None:
+    faulthandler.dump_traceback_later(PATIENCE, exit=False)  # where it hangs, if it does
     os.environ.update(NO_MULTICAST)
     several = torch.cuda.device_count() >= ranks
     if not several:

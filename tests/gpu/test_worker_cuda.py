@@ -14,6 +14,7 @@ import torch
 from octavo.attention.base import LayerSpec
 from octavo.attention.torch_paged import TorchPagedAttention
 from octavo.config.types import EngineConfig
+from octavo.models import loader
 from octavo.ops.registry import load_ops
 from octavo.protocol.params import SamplingParams
 from octavo.protocol.step import StepResult
@@ -124,6 +125,19 @@ def test_worker_gives_the_cpus_tokens_with_a_step_in_flight(tmp_path: Path) -> N
         assert tokens == expected[i]
         assert all(r.step_seconds > 0 for r in results)
     worker.shutdown()
+
+
+def test_weights_are_there_when_loading_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products do not wait for what has written them: see `ops.registry.Linear`."""
+    build = loader.build_decoder
+
+    def slowly(*args: Any, **settings: Any) -> Any:
+        torch.cuda._sleep(500_000_000)  # some 0.3 s, as if much were still on its way
+        return build(*args, **settings)
+
+    monkeypatch.setattr(loader, "build_decoder", slowly)
+    loader.load_model(on_gpu(small_config()), load_ops("cuda"), GPU, lambda *_: None)
+    assert torch.cuda.current_stream().query()
 
 
 @pytest.mark.usefixtures("reference_ops")

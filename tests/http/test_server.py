@@ -47,6 +47,14 @@ def gone(pid: int) -> bool:
         return True
 
 
+def command_of(pid: int) -> str:
+    """Empty for a process that has ended since it was seen."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def is_idle(server: ServerProcess) -> bool:
     return server.metric("vllm:num_requests_running") == 0 and server.metric("octavo:kv_blocks_used") == 0
 
@@ -75,6 +83,36 @@ def test_one_json_line_for_each_request(running: ServerProcess) -> None:
     assert line["client"].startswith("127.0.0.1:")
     assert all(json.loads(x) for x in running.log.splitlines())
     assert "/metrics" not in running.log
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_a_server_without_an_engine_says_so_and_ends(api_servers: int, long_checkpoint: Path, tmp_path: Path) -> None:
+    """For whoever supervises it: an exit code, a sentence, and 503 until then."""
+    engine = scripted_engine(long_checkpoint, tmp_path, SLOW, engine_restarts=1)
+    with server_process(tmp_path, engine, api_server_count=api_servers) as server:
+        server.wait_ready()
+
+        def engines() -> list[int]:
+            return [pid for pid in server.children() if "octavo.engine.process" in command_of(pid)]
+
+        (first,) = engines()
+        os.kill(first, signal.SIGKILL)
+        assert wait_until(lambda: any(pid != first for pid in engines()), 30)
+        assert wait_until(lambda: server.http.get("/ready").json()["ready"], 30)
+        (second,) = engines()
+        replies: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: replies.append(server.http.post("/v1/completions", json=FOREVER)))
+        waiting.start()
+        assert wait_until(lambda: server.http.get("/load").json()["running"] == 1)
+        os.kill(second, signal.SIGKILL)
+        assert wait_until(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.get("/ready").json()["reason"].startswith("The engine is gone: the engine process was ended by SIGKILL")
+        waiting.join(10)
+        assert (replies[0].status_code, "The engine is gone" in replies[0].text) == (503, True)
+        assert server.wait() == 1
+        last = server.log.splitlines()[-1]
+        assert last.startswith("octavo: error: The engine is gone: ") and last.endswith("so it is not restarted.")
+        assert "Traceback" not in server.log
 
 
 @pytest.mark.parametrize("stream", [False, True])

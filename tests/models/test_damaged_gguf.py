@@ -18,15 +18,16 @@ from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
 from octavo.errors import CheckpointError, ConfigError, OctavoError
-from octavo.models import program
+from octavo.models import decoder, program
 from octavo.models.decoder import Model
 from octavo.models.program_loader import load_program
 from octavo.ops.cpu import abi, decoder_kernels
 from octavo.weights.gguf_bytes import GgufBytes
+from octavo.worker import worker
 from octavo.worker.compiled_worker import compiled_worker
 from tests.models.test_loading import load_gguf, write_gguf
 from tests.support.paged_batches import Pool, step_batch
-from tests.support.tiny_models import config_for, tiny_model
+from tests.support.tiny_models import config_for, save_tiny, tiny_model
 
 pytestmark = pytest.mark.skipif(abi.library() is None, reason="the compiled kernels were not built")
 
@@ -144,6 +145,47 @@ def test_a_context_for_which_there_is_no_cache_is_refused_before_its_tables(
         compiled_worker(config, lambda *_: None)
     with pytest.raises(AssertionError, match="a table was made"):
         compiled_worker(replace(config, model=replace(config.model, max_model_len=256)), lambda *_: None)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("length", [2**24, 2**31 - 1])
+def test_torchs_worker_refuses_it_before_its_tables_too(sound: Path, length: int, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = read_gguf(str(sound))
+    config = config_for(sound, hf_config=gguf_hf_config(parsed.metadata, parsed.tensors), max_model_len=length)
+    config = replace(
+        config,
+        device=replace(config.device, native_kernels=kernels == "native"),
+        cache=replace(config.cache, memory_bytes=2**26, num_blocks_override=None),
+    )
+
+    def table(*_: object) -> None:
+        raise AssertionError("a table was made")
+
+    for module, name in ((program, "rotation_table"), (decoder, "cos_sin_table"), (worker, "SlotTables")):
+        monkeypatch.setattr(module, name, table)
+    with pytest.raises(ConfigError, match=rf"max_model_len={length} needs .* of KV cache"):
+        worker.Worker(config, lambda *_: None)
+    with pytest.raises(AssertionError, match="a table was made"):
+        worker.Worker(replace(config, model=replace(config.model, max_model_len=256)), lambda *_: None)
+
+
+def test_transformers_models_are_refused_before_tables_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path, "llama")
+    config = config_for(tmp_path, max_model_len=2**24)
+    config = replace(
+        config,
+        model=replace(config.model, implementation="transformers"),
+        cache=replace(config.cache, memory_bytes=2**20, num_blocks_override=None),
+    )
+
+    def table(*_: object, **__: object) -> None:
+        raise AssertionError("a table was made")
+
+    monkeypatch.setattr(worker, "SlotTables", table)
+    with pytest.raises(ConfigError, match=r"max_model_len=16777216 needs .* of KV cache"):
+        worker.Worker(config, lambda *_: None)
+    with pytest.raises(AssertionError, match="a table was made"):
+        worker.Worker(replace(config, model=replace(config.model, max_model_len=256)), lambda *_: None)
 
 
 def test_unknown_block_type(sound: Path, tmp_path: Path) -> None:

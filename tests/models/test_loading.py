@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.gguf_config import gguf_hf_config
 from octavo.checkpoint.gguf_file import read_gguf
+from octavo.config import address_space
 from octavo.errors import CheckpointError, ConfigError, OctavoError, UnsupportedModel
 from octavo.models.assembly import Assembly
-from octavo.models.loader import load_model
+from octavo.models.loader import load_model, too_large
 from octavo.models.registry import model_spec
 from octavo.ops.registry import load_ops
 from octavo.weights.parallel_read import ParallelReader
@@ -169,6 +171,68 @@ def test_weights_that_belong_to_another_config(tiny: Path) -> None:
 def test_larger_than_memory_is_refused_before_loading(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"weights of tiny need \d.* in float32.*test CPU"):
         load(tiny, total_bytes=1000)
+
+
+def test_what_would_fit_is_what_can_be_had(tiny: Path, tmp_path: Path) -> None:
+    """Low-bit weights are no way out where the file has its own, or transformers runs the model."""
+    plain = config_for(tiny)
+    assert "or low-bit weights (--quantization int8" in too_large(plain, 2**40)
+    through = replace(plain, model=replace(plain.model, implementation="transformers"))
+    assert too_large(through, 2**40).endswith("use a smaller model.")
+    low_bit = {**plain.model.hf_config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+    for stored in (replace(plain.model, path=str(tmp_path / "m.gguf")), replace(plain.model, hf_config=low_bit)):
+        said = too_large(replace(plain, model=stored), 2**40)
+        assert "need 1024.0 GiB as they are kept, but" in said and said.endswith("use a smaller model or one with fewer bits a weight.")
+
+
+def test_a_limit_of_addresses_is_named_where_the_memory_is_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_space, "limit", lambda: 2**32)
+    config = config_for(tiny)
+    config = replace(config, device=replace(config.device, free_bytes=2**32, total_bytes=2**32))
+    said = too_large(config, 2**30)
+    assert "1.0 GiB beside the files they are read from" in said and "limited to 4.0 GiB (ulimit -v)" in said
+    assert "use a smaller model" in too_large(config, 2**33)
+
+
+def test_safetensors_alone_means_that(tiny: Path) -> None:
+    tensors = load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").unlink()
+    torch.save(tensors, tiny / "pytorch_model.bin")
+    load(tiny)
+    config = config_for(tiny, load_format="safetensors")
+    for asked in (config, replace(config, model=replace(config.model, implementation="transformers"))):
+        with pytest.raises(ConfigError, match=r"--load-format safetensors: .* has weights in PyTorch's format alone. Leave it out"):
+            load_model(asked, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)"),
+        RuntimeError("can't start new thread"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
+)
+def test_memory_that_is_refused_while_loading_is_said_as_such(tiny: Path, refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise refusal
+
+    monkeypatch.setattr(Assembly, "add", refused)
+    with pytest.raises(ConfigError, match=r"weights of tiny need \d.* It has room for about .* use a smaller model"):
+        load(tiny)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("shapes cannot be multiplied")])
+def test_other_errors_while_loading_are_not_taken_for_it(tiny: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Assembly, "add", failed)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        load(tiny)
 
 
 def test_progress_goes_from_nothing_to_everything(tiny: Path) -> None:

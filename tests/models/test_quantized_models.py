@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.errors import CheckpointError, UnsupportedModel
+from octavo.errors import CheckpointError, ConfigError, UnsupportedModel
 from octavo.models.loader import has_low_bit, load_model
 from octavo.ops.packed import Float8Weight, Int8Weight, SegmentedWeight
 from octavo.ops.registry import load_ops
@@ -326,6 +326,10 @@ def test_plain_weights_that_the_config_calls_low_bit(tmp_path: Path) -> None:
     assert not has_low_bit(config)
     (told,) = quantized_for_nothing(config, {"bfloat16": 100}, stored=lambda: has_low_bit(config))
     assert "says that the weights are quantised with awq, but none of them is" in told and "dequantised" not in told
+    mxfp4 = replace(
+        config, model=replace(config.model, hf_config={**config.model.hf_config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
+    assert not has_low_bit(mxfp4)
     quantize(folder, LAYOUTS["awq-32"])
     assert has_low_bit(config)
 
@@ -348,11 +352,47 @@ def test_rounded_while_loading(method: str, kind: type, tmp_path: Path) -> None:
             assert model.weights_bytes < 0.5 * load(tmp_path, ops=ops).weights_bytes
 
 
+@pytest.mark.parametrize("ops", ["reference", "native"])
+def test_a_damaged_weight_that_is_rounded_is_called_what_the_checkpoint_calls_it(ops: str, tmp_path: Path) -> None:
+    """Also where it is a part of a fused layer."""
+    save_tiny(tmp_path, "llama", **SIZES)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"The weight model\.layers\.1\.self_attn\.k_proj\.weight holds NaN or infinity: it is damaged"
+    ):
+        with_quantization(tmp_path, "int8", ops)
+
+
+def test_the_file_of_a_damaged_piece_is_named(tmp_path: Path) -> None:
+    """Pieces of one weight may be in several files."""
+    folder = tmp_path / "m"
+    save_tiny(folder, "llama", **SIZES)
+    quantize(folder, LAYOUTS["awq-32"])
+    tensors = load_file(folder / "model.safetensors")
+    damaged = "model.layers.0.self_attn.q_proj.scales"
+    tensors[damaged][0, 0] = torch.inf
+    (folder / "model.safetensors").unlink()
+    first = {name: tensor for name, tensor in tensors.items() if name.endswith("scales")}
+    save_file(first, folder / "model-00001-of-00002.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if name not in first}, folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model-00001-of-00002\.safetensors: tensor {damaged} holds 1 values"):
+        load(folder)
+
+
 def test_what_cannot_be_combined(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     save_tiny(folder, "llama", **SIZES)
     plain = quantize(folder, LAYOUTS["awq-32"])
     config = config_for(plain)
     through = replace(config, model=replace(config.model, quantization="fp8", implementation="transformers"))
-    with pytest.raises(UnsupportedModel, match="runs through transformers"):
+    with pytest.raises(
+        ConfigError, match=r"--quantization fp8: .* where no weights are rounded\. Leave it out, or leave --model-impl at auto\."
+    ):
         load_model(through, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+    stored = {**config.model.hf_config, "quantization_config": LAYOUTS["awq-32"](64, 64, 0).config}
+    with pytest.raises(
+        UnsupportedModel, match=r"runs through transformers, and quantised .* Leave --model-impl at auto, or take an unquantised"
+    ):
+        load_model(replace(through, model=replace(through.model, hf_config=stored)), load_ops("cpu"), torch.device("cpu"), lambda *_: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -47,6 +48,15 @@ def _folder() -> Path:
 
 
 @functools.cache
+def _not_by_chance() -> tuple[str, ...]:
+    """Variables that nothing was stored in hold numbers that would show, where the compiler can do that."""
+    assert COMPILER is not None
+    flag = "-ftrivial-auto-var-init=pattern"
+    tried = subprocess.run([COMPILER, flag, "-x", "c++", "-fsyntax-only", os.devnull], check=False, capture_output=True, timeout=60)
+    return () if tried.returncode else (flag,)
+
+
+@functools.cache
 def emulated(text: str, kernel: str, maps: int, kind: str = "Args", copy: int = 0) -> Callable[..., None]:
     """A kernel of `text`, which takes a `kind` and so many tensor maps: a function of (that, maps..., x, y, z), the grid's size.
 
@@ -64,7 +74,7 @@ extern "C" void run(const {kind}* p, {"".join(f"const Map* {name}, " for name in
     place.with_suffix(".cpp").write_text(text + end)
     first, own = place.with_suffix(".so"), place.with_suffix(f".{copy}.so")
     if not first.exists():
-        command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(first), f"{place}.cpp"]
+        command = [COMPILER, "-std=c++17", "-O1", "-w", *_not_by_chance(), "-shared", "-fPIC", "-o", str(first), f"{place}.cpp"]
         subprocess.run(command, check=True, timeout=120)
     shutil.copyfile(first, own)
     run = ctypes.CDLL(str(own)).run

@@ -306,7 +306,25 @@ def _place_tensors(cursor: _Cursor, directory: list[GgufTensor], alignment: int,
         if data_offset + end_of_previous > cursor.size:
             raise cursor.fail(f"ends at byte {data_offset + end_of_previous}, but the file has {cursor.size} (truncated?)")
         tensors[info.name] = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset, info.nbytes)
+    if tensors and (type_name := _fills_the_file(last := tensors[previous], alignment, cursor.size)) is not None:
+        behind = cursor.size - last.offset - last.nbytes
+        raise cursor.fail(
+            f"is the last one and has type {last.type}, but {behind} bytes follow, which it has as {type_name}: its type is damaged"
+        )
     return tensors
+
+
+def _fills_the_file(last: GgufTensor, alignment: int, size: int) -> str | None:
+    """Of the last tensor, whose end no other shows: the larger type with which it would end where the file does. None: there is none;
+    what else somebody has appended does no harm.
+    """
+    if size - last.offset - last.nbytes < alignment:
+        return None
+    values = math.prod(last.shape)
+    for name, block_values, block_bytes in GGML_TYPES.values():
+        if last.shape[-1] % block_values == 0 and 0 <= size - last.offset - values // block_values * block_bytes < alignment:
+            return name
+    return None
 
 
 def rope_divisors(gguf: GgufFile, name: str) -> list[float] | None:

@@ -11,8 +11,9 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from octavo.cli.parser import ON_BY_DEFAULT, CommandParser, Namespace
@@ -153,18 +154,24 @@ def _add_setting(parser: CommandParser, field: dataclasses.Field[Any], kind: Set
     elif kind.base is str:
         keywords |= {"metavar": "TEXT"}
         if meta["choices"]:
-            keywords |= {"type": choice(meta["choices"]), "metavar": "{" + ",".join(meta["choices"]) + "}"}
+            keywords |= {"type": choice(meta["choices"], meta["foreign"] or {}), "metavar": "{" + ",".join(meta["choices"]) + "}"}
     else:
         keywords |= {"type": _number_type(kind, meta["size"]), "metavar": "N"}
     parser.group(meta["group"]).add_argument(*names, **keywords)
 
 
-def choice(allowed: tuple[str, ...]) -> Callable[[str], str]:
-    """One of a few words. For use as an argparse type."""
+def choice(allowed: tuple[str, ...], foreign: Mapping[str, str] = MappingProxyType({})) -> Callable[[str], str]:
+    """One of a few words. For use as an argparse type.
+
+    Args:
+        foreign: words that other engines know, and what to say of them.
+    """
 
     def convert(text: str) -> str:
         if text in allowed:
             return text
+        if text in foreign:
+            raise argparse.ArgumentTypeError(f"{text}: {foreign[text]}")
         import difflib
 
         near = difflib.get_close_matches(text.lower(), allowed, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from octavo.checkpoint.types import Checkpoint
 from octavo.cli.flags import choice, positive_int
 from octavo.cli.parser import CommandParser, Namespace
-from octavo.config.sizes import format_bytes, parse_size
+from octavo.config.sizes import format_bytes
 from octavo.errors import ConfigError, UnsupportedModel
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.5625}
@@ -24,7 +25,9 @@ def configure(parser: CommandParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="A folder, .gguf file, hub name or config.json; nothing is the bundled model."
     )
-    parser.add_argument("--memory", type=_memory, metavar="SIZE", help="Memory of the GPU (24G), or of the host. Default: of this machine.")
+    parser.add_argument(
+        "--memory", type=positive_int, metavar="SIZE", help="Memory of the GPU (24G), or of the host. Default: of this machine."
+    )
     parser.add_argument(
         "--dtype", type=choice(tuple(_BYTES)), metavar="TYPE", help="Weights. Default: as stored, half precision if unknown."
     )
@@ -35,7 +38,7 @@ def configure(parser: CommandParser) -> None:
     )
     parser.add_argument("--kv-cache-dtype", type=choice(tuple(_CACHE_BYTES)), metavar="TYPE", help="Cache. Default: bfloat16.")
     parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="Longest request, tokens. Default: the model's own.")
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="Fraction to use. Default: 0.9.")
+    parser.add_argument("--gpu-memory-utilization", type=_fraction, metavar="F", help="Fraction to use. Default: 0.9.")
     parser.add_argument(
         "-tp", "--tensor-parallel-size", type=positive_int, metavar="N", help="GPUs that share each layer, with --memory each. Default: 1."
     )
@@ -44,11 +47,14 @@ def configure(parser: CommandParser) -> None:
     )
 
 
-def _memory(text: str) -> int:
+def _fraction(text: str) -> float:
     try:
-        return parse_size(text)
-    except ConfigError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number.") from None
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be greater than 0 and at most 1, got {text}.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def run(options: Namespace) -> int:
     if Path(model).name == "config.json" and Path(model).is_file():
         model = str(Path(model).parent)
     checkpoint = resolve_checkpoint(model)
-    needs = model_needs(checkpoint.hf_config)
+    needs = model_needs(checkpoint.hf_config, checkpoint.name)
     stored = sum(Path(f).stat().st_size for f in checkpoint.weight_files)
     dtype, asked = getattr(options, "dtype", None), getattr(options, "quantization", None)
     size, how = _weights(checkpoint, needs, stored, dtype, asked)
@@ -92,12 +98,12 @@ def run(options: Namespace) -> int:
     ranks = needs.ranks(tensor, stages)
     weights = size // ranks
     memory = getattr(options, "memory", None) or _this_machine()
+    length = _length(needs.max_len, getattr(options, "max_model_len", None))
     usable = memory * getattr(options, "gpu_memory_utilization", 0.9)
     # Activations of the largest step: a few hundred MiB for small models, about a twentieth of the weights for large ones.
     activations = max(256 * 2**20, weights // 20)
     values = needs.cache_values_per_token / (stages * min(tensor, needs.cache_parts))
     per_token = values * _CACHE_BYTES[getattr(options, "kv_cache_dtype", "bfloat16")]
-    length = getattr(options, "max_model_len", needs.max_len)
     tokens = int((usable - weights - activations) // per_token)
     rows = [
         ("model", f"{checkpoint.name}, about {needs.parameters / 1e9:.2f} billion parameters"),
@@ -119,6 +125,25 @@ def run(options: Namespace) -> int:
 
     print_table("octavo plan (estimates; the server measures)", rows)
     return int(tokens <= 0)
+
+
+def _length(most: int, asked: int | None) -> int:
+    """The longest request, as serve would have it: with a warning, no longer than the model was made for.
+
+    Raises:
+        ConfigError: no request is so short.
+    """
+    if asked is None:
+        return most
+    if asked < 2:
+        raise ConfigError(
+            f"--max-model-len must be at least 2, got {asked}: a request needs room for one token of its prompt and one of its reply."
+        )
+    if asked > most:
+        from octavo.config.resolve import beyond_the_model
+
+        print(f"octavo: warning: {beyond_the_model(asked)}planning with {most}.", file=sys.stderr)
+    return min(asked, most)
 
 
 def _weights(checkpoint: Checkpoint, needs: Needs, stored: int, dtype: str | None, asked: str | None) -> tuple[int, str]:
@@ -174,12 +199,15 @@ def _this_machine() -> int:
     return detect_device().total_bytes
 
 
-def model_needs(config: Mapping[str, Any]) -> Needs:
+def model_needs(config: Mapping[str, Any], called: str = "the model") -> Needs:
     """Parameters and cache of a decoder, from its config.
 
     Raises:
         UnsupportedModel: the config does not describe a decoder.
+        CheckpointError: a value of it cannot be used.
     """
+    from octavo.config.resolve import context_limit
+
     config = config.get("text_config") or config
 
     def number(*names: str, default: int | None = None) -> int:
@@ -203,5 +231,6 @@ def model_needs(config: Mapping[str, Any]) -> Needs:
     embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
     rank = config.get("kv_lora_rank")
     cached = number("kv_lora_rank") + number("qk_rope_head_dim") if rank else 2 * kv_heads * head_dim
-    length = number("max_position_embeddings", "n_positions", default=2048)
-    return Needs(layers * (attention + mlp) + embeddings, layers * cached, length, heads, layers, 1 if rank else kv_heads)
+    return Needs(
+        layers * (attention + mlp) + embeddings, layers * cached, context_limit(config, called), heads, layers, 1 if rank else kv_heads
+    )

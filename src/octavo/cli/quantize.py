@@ -7,6 +7,7 @@ The tools pin versions of torch and transformers of their own. So they run in a 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 from octavo.cli.flags import choice, positive_int
 from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.cli.tool_output import run_tool
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, plain_text
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def configure(parser: CommandParser) -> None:
         "--method",
         type=choice(tuple(METHODS)),
         metavar="METHOD",
-        help="fp8, int8 (weights and inputs in 8 bits), gptq (4 bits, calibrated on --text) or awq (4 bits in AWQ's layout).",
+        help="fp8, int8 (weights and inputs in 8 bits), gptq (4 bits, calibrated on --text; these three in the layout of compressed-tensors) "
+        "or awq (4 bits in AWQ's layout).",
     )
     parser.add_argument("--out", metavar="FOLDER", help="Where the checkpoint goes; it must not be there.")
     parser.add_argument(
@@ -161,6 +163,9 @@ def run(options: Namespace) -> int:
     try:
         if code := run_tool([python, "-c", PROGRAMS[tool.package], json.dumps(job)]):
             raise ConfigError(f"{tool.package} did not finish (exit code {code}); its own messages are above.")
+        if not (unfinished / "config.json").is_file():
+            raise ConfigError(f"{tool.package} ended without an error and left no checkpoint. Try another version of it.")
+        _open_to_others(unfinished)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -176,19 +181,36 @@ def run(options: Namespace) -> int:
 def _check_installed(tool: Tool, python: str) -> None:
     """
     Raises:
-        ConfigError: the interpreter is not there, or has no such tool; says what to do.
+        ConfigError: the interpreter is not there, is none, or has no such tool; says what to do.
     """
+    program = f"import importlib.util; print('octavo asks:', importlib.util.find_spec({tool.module!r}) is not None)"
     try:
-        found = subprocess.run(
-            [python, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({tool.module!r}) is None)"], check=False
-        )
+        found = subprocess.run([python, "-"], input=program, check=False, capture_output=True, text=True, errors="replace", timeout=60)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"--python {python} does not answer as a Python interpreter does. Name that of the tool's environment.") from None
     except OSError as e:
         raise ConfigError(f"--python {python}: {e.strerror or e}.") from None
-    if found.returncode:
+    answer = found.stdout.strip().rpartition("\n")[2]
+    if answer not in ("octavo asks: True", "octavo asks: False"):
+        said = plain_text(found.stderr.strip().rpartition("\n")[2])[:200]
+        raise ConfigError(
+            f"--python {python} is no working Python interpreter{f' (it says: {said})' if said else ''}. "
+            "Name that of the tool's environment: quantize/bin/python."
+        )
+    if not answer.endswith("True"):
         raise ConfigError(
             f"{tool.package} is not installed for {python}. It pins versions of its own, so give it an environment of its own: "
             f"python -m venv quantize && quantize/bin/{tool.install}, then add --python quantize/bin/python."
         )
+
+
+def _open_to_others(folder: Path) -> None:
+    """Give files the permissions that new files of this user have: the tools write weights that nobody else may read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | ((0o777 if path.is_dir() else 0o666) & ~mask))
 
 
 def _group(options: Namespace, config: Mapping[str, Any]) -> int:

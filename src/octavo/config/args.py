@@ -6,6 +6,7 @@ Names and defaults follow vLLM where it has them. `None` means "decide from the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,7 @@ def setting(
     size: bool = False,
     short: str | None = None,
     choices: tuple[str, ...] | None = None,
+    foreign: Mapping[str, str] | None = None,
     aliases: tuple[str, ...] = (),
     status: Literal["works", "ignored", "not yet"] = "works",
 ) -> T:
@@ -27,6 +29,7 @@ def setting(
 
     Args:
         size: accepts 8k / 8K suffixes.
+        foreign: further values that other engines have; what to say to who gives one.
         status: "ignored" is accepted with a warning, "not yet" is refused unless it is the default.
     """
     metadata = {
@@ -35,6 +38,7 @@ def setting(
         "size": size,
         "short": short,
         "choices": choices,
+        "foreign": foreign,
         "aliases": aliases,
         "status": status,
     }
@@ -128,7 +132,20 @@ class EngineArgs:
         "KV cache element type. fp8 (the same as fp8_e4m3) halves the cache on NVIDIA GPUs from compute capability 8.9 on. "
         "auto: the model's; on a CPU with native kernels float16, but for --dtype float32.",
         group="cache",
-        choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"),
+        foreign={
+            "fp8_e5m2": "its two mantissa bits are too coarse for keys and values. Use fp8_e4m3.",
+            "fp8_inc": "that is for another maker's accelerators. Use fp8.",
+            "fp8_ds_mla": "Octavo has no such layout. Use fp8, or auto.",
+            "nvfp4": "4 bits are not kept here. Use fp8.",
+            "int8": "8-bit integers are not kept here. Use fp8 on a GPU, float16 on a CPU.",
+            "q8_0": "blocks are not kept here. Use fp8 on a GPU, float16 on a CPU.",
+            "q4_0": "blocks are not kept here. Use fp8 on a GPU, float16 on a CPU.",
+            "bf16": "it is called bfloat16 here.",
+            "f16": "it is called float16 here.",
+            "fp16": "it is called float16 here.",
+            "half": "it is called float16 here.",
+        },
     )
     calculate_kv_scales: bool = setting(
         False,
@@ -202,7 +219,8 @@ class EngineArgs:
     )
     batch_invariant: bool | None = setting(
         None,
-        "The logits of a request are the same bits whatever else is in the batch and however it is computed. "
+        "The logits of a request are the same bits whatever else is in the batch and however it is computed. On a GPU steps take longer for "
+        "it: 1.1 to 1.5 times on an H200, more with low-bit weights, which are unpacked in every step (architecture.md, On a GPU). "
         "Default: off, or on with the environment variable VLLM_BATCH_INVARIANT=1.",
         group="execution",
     )
@@ -262,7 +280,9 @@ class EngineArgs:
 
     # Reliability and observation
     engine_restarts: int = setting(
-        3, "Times the engine process is restarted, with live requests replayed, before giving up.", group="reliability"
+        3,
+        "Times the engine process is restarted within ten minutes, with live requests replayed, before the server gives up and ends.",
+        group="reliability",
     )
     engine_hang_timeout: float = setting(
         300.0,

@@ -109,6 +109,7 @@ def resolve(
     warnings = _check(args)
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
     model = dataclasses.replace(model, pooling=pooling)
+    _check_length(args, model)
     parallel = _parallel(args, model, device, node_token, warnings, share_gpus=share_gpus)
     if parallel.world == 1:
         model = _dtype_of_kernels(args, model, device, warnings)
@@ -143,6 +144,8 @@ def _check(args: EngineArgs) -> list[str]:
         if meta["status"] == "ignored" and value != default:
             warnings.append(f"{_flag(f.name)} has no effect here. {meta['help']}")
         if meta["choices"] and value is not None and value not in meta["choices"]:
+            if (why := (meta["foreign"] or {}).get(value)) is not None:
+                raise ConfigError(f"{_flag(f.name)} {value}: {why}")
             near = difflib.get_close_matches(str(value), meta["choices"], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{_flag(f.name)} {value!r} is not one of {', '.join(meta['choices'])}.{hint}")
@@ -230,11 +233,11 @@ def _model(
             f"{name}: eos_token_id {', '.join(map(str, beyond[:4]))} is beyond the vocabulary ({vocab_size} tokens) and can never be written: "
             f"replies end {rest}. {_where_ids_are(path, hf_config)}"
         )
-    limit = min(_context_limit(hf_config, name), longest or MAX_LENGTH)
+    limit = min(context_limit(hf_config, name), longest or MAX_LENGTH)
     auto = args.max_model_len in ("auto", -1)
     asked = None if auto else _whole(args, "max_model_len")
     if asked is not None and asked > limit:
-        warnings.append(f"--max-model-len {asked} is beyond what the model was made for: running with {limit}.")
+        warnings.append(beyond_the_model(asked) + f"running with {limit}.")
     max_logprobs = _whole(args, "max_logprobs", minimum=-1)
     seed = _whole(args, "seed", minimum=-(2**63), maximum=2**63 - 1)
     assert max_logprobs is not None and seed is not None
@@ -265,7 +268,25 @@ def _where_ids_are(path: str, hf_config: Mapping[str, Any]) -> str:
     return f"The GGUF file's metadata say so (tokenizer.ggml.eos_token_id, {arch}.vocab_size): download or convert it again."
 
 
-def _context_limit(hf_config: Mapping[str, Any], name: str) -> int:
+def beyond_the_model(asked: int) -> str:
+    """What is said of more tokens than the model was made for, up to what is done instead."""
+    return f"--max-model-len {asked} is beyond what the model was made for: "
+
+
+def _check_length(args: EngineArgs, model: ModelConfig) -> None:
+    """
+    Raises:
+        ConfigError, CheckpointError: a model that generates has no room for a token of prompt and one of output.
+    """
+    if model.pooling is not None or model.max_model_len > 1:
+        return
+    rule = "a request needs room for one token of its prompt and one of its reply"
+    if context_limit(model.hf_config, model.name) > 1:
+        raise ConfigError(f"--max-model-len must be at least 2, got {args.max_model_len}: {rule}.")
+    raise CheckpointError(f"{model.name}: its config has an unusable context length (1): {rule}.")
+
+
+def context_limit(hf_config: Mapping[str, Any], name: str) -> int:
     """The longest sequence the model was made for, in tokens, with its rope scaling."""
     limit = next((hf_config[k] for k in _MAX_LEN_KEYS if hf_config.get(k) is not None), 2048)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
@@ -458,8 +479,6 @@ def _calibrates(args: EngineArgs, dtype: CacheDTypeName, warnings: list[str]) ->
 
 def _cache_dtype(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> CacheDTypeName:
     asked = args.kv_cache_dtype
-    if asked == "fp8_e5m2":
-        raise ConfigError("--kv-cache-dtype fp8_e5m2: its two mantissa bits are too coarse for keys and values. Use fp8_e4m3.")
     if asked in ("fp8", "fp8_e4m3"):
         if device.kind == "cpu":
             raise ConfigError(f"--kv-cache-dtype {asked} needs an NVIDIA GPU. On a CPU use float16, float32 or auto.")

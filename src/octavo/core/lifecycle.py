@@ -88,10 +88,6 @@ class Lifecycle:
         return sum(self.kv.live_blocks(request.slot) for request in self._leaving)
 
     @property
-    def num_leaving(self) -> int:
-        return len(self._leaving)
-
-    @property
     def max_total(self) -> int:
         """Most tokens of one sequence: the context length, or what the whole cache holds (the last token needs no KV)."""
         longest = self.kv.longest

@@ -502,6 +502,11 @@ class AsyncLLM:
         return self._client.state not in ("dead", "closed")
 
     @property
+    def death(self) -> EngineDead | None:
+        """Why there is no engine and there will be none."""
+        return self._client.death
+
+    @property
     def restarts(self) -> int:
         return self._client.restarts
 

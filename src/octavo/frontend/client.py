@@ -64,6 +64,10 @@ class RemoteClient(EngineClient, Protocol):
     def ready_report(self) -> EngineReady: ...
 
     @property
+    def death(self) -> EngineDead | None:
+        """Why there is no engine and there will be none."""
+
+    @property
     def restarts(self) -> int: ...
 
     @property

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from octavo.config.device import host_memory
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
+
+_NOTICEABLE = 2**28
+"""Bytes: smaller tables are made without a look at the memory."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ def rotation_table(spec: RopeSpec, max_length: int) -> Float32:
     Raises:
         ConfigError: there is no memory for so many positions.
     """
+    _check_memory(spec.rotary_dim, max_length)
     frequencies, attention_factor = inverse_frequencies(spec, max_length)
     try:
         angles = np.arange(max_length, dtype=np.float32)[:, None] * frequencies
@@ -171,7 +176,22 @@ def rotation_table(spec: RopeSpec, max_length: int) -> Float32:
         table *= np.float32(attention_factor)
         return table
     except (ValueError, MemoryError) as e:  # numpy's word for more than there are addresses
-        raise ConfigError(f"max_model_len={max_length}: no memory for a table of so many positions. Set --max-model-len lower.") from e
+        raise ConfigError(_no_memory(max_length)) from e
+
+
+def _check_memory(rotary_dim: int, max_length: int) -> None:
+    """The system promises more than it has, and ends who uses it. A table needs its angles besides while it is made.
+
+    Raises:
+        ConfigError: there is less.
+    """
+    needed = 6 * rotary_dim * max_length
+    if needed > _NOTICEABLE and needed > host_memory()[1]:
+        raise ConfigError(_no_memory(max_length))
+
+
+def _no_memory(max_length: int) -> str:
+    return f"max_model_len={max_length}: no memory for a table of so many positions. Set --max-model-len lower."
 
 
 def unrotated_table(rotary_dim: int, max_length: int) -> Float32:
@@ -179,7 +199,11 @@ def unrotated_table(rotary_dim: int, max_length: int) -> Float32:
 
     Returns:
         [max_length, rotary_dim]: ones, then zeros.
+
+    Raises:
+        ConfigError: there is no memory for so many positions.
     """
+    _check_memory(rotary_dim, max_length)
     table = np.zeros((max_length, rotary_dim), np.float32)
     table[:, : rotary_dim // 2] = 1.0
     return table

@@ -258,18 +258,29 @@ class Assembly:
         stored.copy_into(tensor)
         if rows is not None and rows.encoding not in ("F64", "F32", "F16", "BF16"):
             return kernels.pack_rows(unpacked_rows(tensor))
-        return self._pack_floats(parameter, tensor)
+        return self._pack_floats(parameter, tensor, stored.name)
 
-    def _pack_floats(self, parameter: Parameter, tensor: torch.Tensor) -> Panels:
+    def _pack_floats(self, parameter: Parameter, tensor: torch.Tensor, source: str = "") -> Panels:
         """A float32 matrix, rounded where that was asked for."""
         assert self._ops.decoder is not None
         rounds = self._on_the_fly is not None and _can_be_rounded(parameter)
-        return self._ops.decoder.pack_rows(block_rows(self._rounded(parameter, tensor)) if rounds else _float_rows(tensor))
+        return self._ops.decoder.pack_rows(block_rows(self._rounded(parameter, tensor, source)) if rounds else _float_rows(tensor))
 
-    def _rounded(self, parameter: Parameter, weight: torch.Tensor) -> CodedRows:
+    def _rounded(self, parameter: Parameter, weight: torch.Tensor, source: str = "") -> CodedRows:
+        """
+        Args:
+            source: the tensor of the checkpoint that it is, where it is no more than one.
+
+        Raises:
+            CheckpointError: it holds NaN or infinity; names the tensor.
+        """
         assert self._on_the_fly is not None
         if not bool(torch.isfinite(weight).all()):
-            raise CheckpointError(f"The weight {self._source_name(parameter.name, None)} holds NaN or infinity.")
+            parts = (
+                [] if source else [name for name, rows in parameter.parts.items() if not bool(torch.isfinite(weight[slice(*rows)]).all())]
+            )
+            name = source or self._source_name(parameter.name, parts[0] if parts else None)
+            raise CheckpointError(f"The weight {name} holds NaN or infinity: it is damaged.")
         amax = largest_of_rows(weight)
         if parameter.shape[1] < self._whole[parameter.name].shape[1]:  # a row's scale is that of all its columns, as on one rank
             amax = self._group.side_by_side(amax).amax(1, keepdim=True)

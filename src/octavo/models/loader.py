@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from octavo.attention.base import LayerSpec
 from octavo.checkpoint import text_part
 from octavo.checkpoint.gguf_file import GgufFile, GgufTensor
+from octavo.config import address_space
 from octavo.config.home import packed_dir
 from octavo.config.quantization import ON_THE_FLY
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
-from octavo.errors import ConfigError, UnsupportedModel
+from octavo.errors import ConfigError, OctavoError, UnsupportedModel
 from octavo.models.assembly import Assembly
 from octavo.models.compiled import build_decoder
 from octavo.models.decoder import Model, Weights
@@ -39,7 +41,7 @@ from octavo.quantization.pieces import Format
 from octavo.quantization.select import stored_format
 from octavo.weights.gguf import open_gguf
 from octavo.weights.gguf_coded import packed_bits
-from octavo.weights.mxfp4 import whole_experts
+from octavo.weights.mxfp4 import has_packed_experts, whole_experts
 from octavo.weights.parallel_read import ParallelReader
 from octavo.weights.pickled import open_pickled, pickled_files
 from octavo.weights.quantized import has_pieces, whole_weights
@@ -48,6 +50,9 @@ from octavo.weights.stored import StoredTensor
 
 Progress = Callable[[str, int, int], None]
 """(phase, done, total), in bytes of the checkpoint."""
+
+CheckRoom = Callable[[ModelSpec, tuple[LayerSpec, ...], int], None]
+"""(spec of the whole model, layers that are here, bytes of their weights); raises what is to be raised."""
 
 _PHASE = "weights"
 
@@ -88,6 +93,7 @@ def load_model(
     progress: Progress,
     group: TensorGroup = ALONE,
     pipeline: Pipeline = NO_PIPELINE,
+    check_room: CheckRoom = lambda spec, layers, weights: None,
 ) -> Model:
     """Build the model that the config names and fill it.
 
@@ -95,6 +101,8 @@ def load_model(
         progress: called with ("weights", bytes done, bytes in all), first with 0 and last with the total.
         group: the ranks that share each layer; this one's share is loaded.
         pipeline: this rank's place among those that have other layers.
+        check_room: called when the weights are there, and before tables of all positions are made: those of a length for which there is no
+            cache take minutes and gigabytes.
 
     Raises:
         UnsupportedModel: an architecture or a format that does not run here.
@@ -105,11 +113,11 @@ def load_model(
     if runs_through_transformers(config):
         check_divisible(config)
         if model.quantization is not None:
-            raise UnsupportedModel(
-                f"{model.name} runs through transformers, and quantised weights ({model.quantization}) do not. Take an unquantised copy."
-            )
+            raise _not_through_transformers(config)
+        _check_load_format(config)
         progress(_PHASE, 0, 1)
         fallback = load_fallback(config, device, functools.partial(_check_room, config))
+        check_room(fallback.spec, fallback.layer_specs, fallback.weights_bytes)
         progress(_PHASE, 1, 1)
         return fallback
     spec, family, gguf = read_spec(config, model.hf_config)
@@ -153,8 +161,10 @@ def load_model(
             described_by=described_by(gguf),
         )
         weights = fill(assembly, config, gguf, needed, progress, form, packed_on)
+    layers = shard.layers(spec.num_layers)
+    check_room(spec, shard_spec(spec, shard).layer_specs[layers.start : layers.stop], weights.nbytes)
     with torch.no_grad():
-        return build_decoder(
+        built = build_decoder(
             spec,
             weights,
             ops,
@@ -165,6 +175,35 @@ def load_model(
             pipeline=pipeline,
             shard=shard,
         )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # `ops.registry.Linear` wants weights that are there, not on their way
+    return built
+
+
+def _not_through_transformers(config: EngineConfig) -> OctavoError:
+    """What is said of low-bit weights for a model that only transformers runs, or is asked to."""
+    model, own = config.model, config.model.architecture in supported_architectures()
+    if model.hf_config.get("quantization_config") is None:
+        return ConfigError(
+            f"--quantization {model.quantization}: {model.name} runs through transformers, where no weights are rounded. Leave it out"
+            f"{', or leave --model-impl at auto' if own else ''}."
+        )
+    instead = "Leave --model-impl at auto, or take an unquantised copy" if own else "Take an unquantised copy"
+    return UnsupportedModel(f"{model.name} runs through transformers, and quantised weights ({model.quantization}) do not. {instead}.")
+
+
+def _check_load_format(config: EngineConfig) -> None:
+    """
+    Raises:
+        ConfigError: `safetensors` is asked for, and there are only weights in PyTorch's format.
+    """
+    path = config.model.path
+    if config.model.load_format == "safetensors" and os.path.isdir(path) and not _has_safetensors(path) and pickled_files(path):
+        raise ConfigError(f"--load-format safetensors: {path} has weights in PyTorch's format alone. Leave it out to load those.")
+
+
+def _has_safetensors(folder: str) -> bool:
+    return bool(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))
 
 
 def described_by(gguf: GgufFile | None) -> str:
@@ -197,9 +236,10 @@ def weight_format(config: EngineConfig) -> tuple[Format | None, OnTheFly | None]
 def has_low_bit(config: EngineConfig) -> bool:
     """Whether any weight of a checkpoint is stored as its quantization_config says; looks at the names of tensors alone."""
     form, on_the_fly = weight_format(config)
-    if form is None or on_the_fly is not None or config.model.load_format == "dummy" or form.method == "mxfp4":
+    if form is None or on_the_fly is not None or config.model.load_format == "dummy":
         return True
-    return has_pieces((stored.name for stored in _stored(config.model.path, None, None)[1]), form)
+    names = (stored.name for stored in _stored(config.model.path, None, None)[1])
+    return has_packed_experts(names) if form.method == "mxfp4" else has_pieces(names, form)
 
 
 def made_up_bytes(spec: ModelSpec, shard: Shard, form: Format, itemsize: int) -> int:
@@ -293,6 +333,7 @@ def fill(
     Raises:
         CheckpointError, ConfigError: see `load_model`.
     """
+    _check_load_format(config)
     try:
         with torch.no_grad():
             if config.model.load_format == "dummy":
@@ -305,12 +346,10 @@ def fill(
                     names = [stored.name for stored in _stored(config.model.path, gguf, None)[1]]
                     tensors = whole_weights(tensors, names, form, assembly.device)
                 return _fill_stored(assembly, total, tensors, progress)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError, OSError) as e:
+        if not (isinstance(e, torch.OutOfMemoryError) or address_space.is_refusal(e)):
+            raise
         raise ConfigError(too_large(config, needed)) from None
-    except RuntimeError as e:
-        if "allocate memory" in str(e):  # what torch's CPU allocator says, and what maps files
-            raise ConfigError(too_large(config, needed)) from None
-        raise
 
 
 def _fill_dummy(assembly: Assembly, total: int, seed: int, progress: Progress, form: Format | None) -> Weights:
@@ -340,7 +379,7 @@ def _stored(
     """The size of all weights in bytes, and the tensors, file by file."""
     if gguf is not None:
         return sum(t.nbytes for t in gguf.tensors.values()), open_gguf(gguf, packed_on, reader)
-    files = pickled_files(path) if not glob.glob(os.path.join(glob.escape(path), "*.safetensors")) else []
+    files = [] if _has_safetensors(path) else pickled_files(path)
     if files:
         return sum(map(os.path.getsize, files)), itertools.chain.from_iterable(map(open_pickled, files))
     files = weight_files(path)
@@ -368,14 +407,19 @@ def _check_room(config: EngineConfig, needed: int) -> None:
 def too_large(config: EngineConfig, needed: int) -> str:
     """What to say of weights of `needed` bytes that do not fit, and what would."""
     device, dtype = config.device, config.model.dtype
+    if device.kind == "cpu" and needed < device.free_bytes and address_space.limit() is not None:  # the files are mapped beside them
+        return address_space.told(f"to load the weights of {config.model.name}, {format_bytes(needed)} beside the files they are read from")
     room = device.free_bytes or device.total_bytes
     itemsize = getattr(torch, dtype).itemsize
+    stored_so = config.model.path.endswith(".gguf") or weight_format(config) != (None, None)
+    instead = "" if runs_through_transformers(config) else " or low-bit weights (--quantization int8, or a checkpoint made so)"
+    if stored_so:
+        instead = " or one with fewer bits a weight"
     # A tenth stays for a step's own memory and a small cache.
-    low_bit = weight_format(config) != (None, None)
     text = (
-        f"The weights of {config.model.name} need {format_bytes(needed)} {'as they are kept' if low_bit else f'in {dtype}'}, but {device.name} has {format_bytes(room)} free "
-        f"of {format_bytes(device.total_bytes)}. It has room for about {0.9 * room / itemsize / 1e9:.1f} billion parameters in {dtype}: "
-        f"use a smaller model{'' if low_bit else ' or low-bit weights (--quantization int8, or a checkpoint made so)'}"
+        f"The weights of {config.model.name} need {format_bytes(needed)} {'as they are kept' if stored_so else f'in {dtype}'}, but "
+        f"{device.name} has {format_bytes(room)} free of {format_bytes(device.total_bytes)}. It has room for about "
+        f"{0.9 * room / itemsize / 1e9:.1f} billion parameters in {dtype}: use a smaller model{instead}"
     )
     if device.kind == "cuda" and itemsize > 2:
         text += " or --dtype bfloat16"

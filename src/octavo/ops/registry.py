@@ -97,6 +97,10 @@ class Linear(Protocol):
     def __call__(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """x @ weight.T + bias.
 
+        Whoever owns the weight has seen to it that all of it is in memory: on a GPU, that the device has been waited for since a kernel
+        wrote any of it (once, after the last weight, is enough). A product begins to read its weight before it waits for the kernel
+        in front of it, which may not have stored all that it computed by then.
+
         Args:
             x: [tokens, in_features]
             bias: [out_features]

@@ -18,11 +18,16 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class Pieces:
     """What there is of one module's weight. Every reading checks: what is missing, of the wrong shape or not finite is named."""
 
-    def __init__(self, module: str, file: str, tensors: Mapping[str, torch.Tensor], *, name: str | None = None) -> None:
+    def __init__(self, module: str, file: str, tensors: Mapping[str, torch.Tensor], *, files: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            file: where what is missing would be looked for.
+            files: of those pieces that are in others.
+        """
         self.module = module
         self._file = file
+        self._files = files or {}
         self._tensors = tensors
-        self.where = name or module
 
     def __contains__(self, piece: str) -> bool:
         return piece in self._tensors
@@ -30,7 +35,7 @@ class Pieces:
     def fail(self, piece: str, rule: str) -> CheckpointError:
         found = self._tensors.get(piece)
         given = "is missing" if found is None else f"has dtype {str(found.dtype).removeprefix('torch.')} and shape {list(found.shape)}"
-        return CheckpointError(f"{self._file}: tensor {self.module}.{piece} {given}; it must be {rule}.")
+        return CheckpointError(f"{self._files.get(piece, self._file)}: tensor {self.module}.{piece} {given}; it must be {rule}.")
 
     def any(self, piece: str) -> torch.Tensor:
         """A piece that must be there."""
@@ -59,7 +64,7 @@ class Pieces:
         wrong = int((~torch.isfinite(tensor.float())).sum())
         if wrong:
             raise CheckpointError(
-                f"{self._file}: tensor {self.module}.{piece} holds {wrong} values of {tensor.numel()} that are NaN or infinite. "
+                f"{self._files.get(piece, self._file)}: tensor {self.module}.{piece} holds {wrong} values of {tensor.numel()} that are NaN or infinite. "
                 "The checkpoint is damaged, or was quantised in a dtype that overflowed; take another one."
             )
         return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -23,15 +24,50 @@ from octavo.quantization.settings import Settings
 
 
 def _auto_round(settings: Settings) -> Format:
-    """auto-round writes other tools' layouts and says which in `packing_format`."""
+    """auto-round writes other tools' layouts and says which in `packing_format`. Layers may have settings of their own."""
     packing = settings.text("packing_format", settings.text("backend", "auto_round:auto_gptq"))
+    own = _own_settings(settings)
     if "awq" in packing:
+        usual = {key: settings.values.get(key) for key in ("bits", "group_size")}  # zero points are in the file in any case
+        for name, values in own.items():
+            if values is not None and any(values.get(key, value) != value for key, value in usual.items()):
+                raise UnsupportedModel(
+                    f"{settings.where}: extra_config has other settings for {name}, which are read with GPTQ's packing alone "
+                    "(packing_format auto_round:auto_gptq)."
+                )
         return awq(settings)
     if "gptq" in packing:
-        return gptq(Settings({**settings.values, "checkpoint_format": "gptq"}, settings.where))
+        dynamic = {("-:" if values is None else "+:") + _pattern(name): values or {} for name, values in own.items()}
+        dynamic |= settings.section("dynamic").values
+        return gptq(Settings({**settings.values, "checkpoint_format": "gptq", "dynamic": dynamic}, settings.where))
     raise UnsupportedModel(
         f"{settings.where}: packing_format {packing!r} is not supported. Supported: auto_round:auto_gptq, auto_round:auto_awq."
     )
+
+
+_OWN: Final = ("bits", "group_size", "sym")
+_NAME: Final = re.compile(r"[\w.]+")
+_PLAIN: Final = 16
+"""Bits from which on a layer is stored in full precision."""
+
+
+def _own_settings(settings: Settings) -> dict[str, dict[str, Any] | None]:
+    """Names, or patterns of them -> what is stored otherwise there; None: in full precision.
+
+    Raises:
+        CheckpointError: a value is impossible.
+    """
+    section, found = settings.section("extra_config"), dict[str, dict[str, Any] | None]()
+    for name in section.values:
+        one = section.section(name)
+        plain = one.has("bits") and one.integer("bits") >= _PLAIN
+        found[name] = None if plain else {key: one.values[key] for key in _OWN if one.has(key)}
+    return found
+
+
+def _pattern(name: str) -> str:
+    """Of the modules that a name of auto-round's means: one, or those in whose names a pattern is found."""
+    return f"{re.escape(name)}$" if _NAME.fullmatch(name) else f".*(?:{name})"
 
 
 def _not_by_module(pieces: Pieces) -> CodedRows:

@@ -14,6 +14,11 @@ from octavo.weights.stored import StoredTensor
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
+def has_packed_experts(names: Iterable[str]) -> bool:
+    """Whether any experts are stored so."""
+    return any(".experts." in name and name.endswith(_BLOCKS) for name in names)
+
+
 def whole_experts(tensors: Iterable[StoredTensor], device: torch.device) -> Iterator[StoredTensor]:
     """Each tensor as it is, or instead of blocks and scales the experts' matrices under an unquantised checkpoint's name.
 

@@ -29,6 +29,7 @@ def whole_weights(tensors: Iterable[StoredTensor], names: Iterable[str], form: F
     wanted = _pieces_of(names, form)
     held: dict[str, dict[str, torch.Tensor]] = {}
     sizes: dict[str, int] = {}
+    files: dict[str, dict[str, str]] = {}
     for stored in tensors:
         module, piece = _split(stored.name, form)
         if piece in form.ignored:
@@ -42,9 +43,10 @@ def whole_weights(tensors: Iterable[StoredTensor], names: Iterable[str], form: F
         if stored.raw is None:
             raise CheckpointError(f"{stored.file}: tensor {stored.name} has a dtype that is not read.")
         held.setdefault(module, {})[piece] = stored.raw(device)
+        files.setdefault(module, {})[piece] = stored.file
         sizes[module] = sizes.get(module, 0) + stored.nbytes
         if held[module].keys() == wanted[module]:
-            rows = form.read(Pieces(module, stored.file, held.pop(module)))
+            rows = form.read(Pieces(module, stored.file, held.pop(module), files=files.pop(module)))
             yield _as_stored(f"{module}.weight", rows, sizes.pop(module), stored.file)
 
 

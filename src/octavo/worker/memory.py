@@ -33,6 +33,9 @@ ADDRESS_GROWTH = 192 * 2**20
 and what that keeps, threads, Python's heap."""
 CONTEXT_BYTES = 2**30
 """What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
+DRIVER_BYTES_A_LAYER = 32 << 10
+"""What the driver keeps for a layer of a captured step. On an H200 0.8 MiB for 28 layers; were it ten times as much elsewhere, that would
+still be less than `HEADROOM`."""
 HEADROOM = 0.01
 """Of a GPU's memory, left free in any case: other processes may want a little more, and fragments are not worth a crash."""
 LARGEST_TILES_BYTES = 192 * 2**20
@@ -64,9 +67,24 @@ class GraphMemory:
     """What captured graphs keep, in bytes."""
 
     shared: int
-    """The largest graph, with the pool that all share."""
+    """The largest graphs, with the pool that all share."""
     others: int
     """All the others, beyond that."""
+
+    @classmethod
+    def of(cls, before: CudaMemory, after: CudaMemory, with_another: CudaMemory, *, layers: int, largest: int, others: int) -> GraphMemory:
+        """By what this process's allocator knows. What is gone from the card would say more, but also what other processes have allocated
+        and freed meanwhile.
+
+        Args:
+            before, after: the largest graphs were captured, whose pool has room for the others too.
+            with_another: then, a small one; what it keeps, each of the others does.
+            layers: of the model.
+            largest, others: how many graphs there will be.
+        """
+        driver = layers * DRIVER_BYTES_A_LAYER
+        pool, kept = max(0, after.reserved - before.reserved), max(0, with_another.allocated - after.allocated)
+        return cls(pool + largest * driver, (kept + driver) * others)
 
 
 @dataclass(frozen=True)
@@ -188,11 +206,16 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
         f"max_model_len={config.model.max_model_len} needs {format_bytes(needed)} of KV cache, but there are "
         f"{format_bytes(max(0, available))} for it. "
     )
+    limited = address_space.limit() if config.device.kind == "cpu" and config.cache.memory_bytes is None else None
+    if limited is not None and not fits:
+        steps = f"lower what a step may take ({format_bytes(budget.activations)}) with --max-num-batched-tokens and --max-num-seqs, "
+        text += f"No length fits into the address space of {format_bytes(limited)} (ulimit -v): raise that limit, "
+        return text + (steps if budget.activations > needed else "") + "or use a smaller model."
     text += f"Lower --max-model-len to {fits} or less (auto finds it)" if fits else "No length fits: free memory or use a smaller model"
     if config.cache.memory_bytes is not None:
         return text + f", or raise --kv-cache-memory-bytes to at least {needed}."
-    if config.device.kind == "cpu" and (most := address_space.limit()) is not None:
-        text += f", or raise the limit of the address space ({format_bytes(most)}, ulimit -v)."
+    if limited is not None:
+        text += f", or raise the limit of the address space ({format_bytes(limited)}, ulimit -v)."
         return text + (_smaller_steps(budget) if budget.activations > needed else "")
     if config.device.kind == "cpu" and needed <= available / CPU_FRACTION:  # of what is really free
         return text + f", or set --cpu-kvcache-space to at least {needed / 2**30:.2f} (GiB)."
@@ -303,6 +326,8 @@ class CudaMemory:
     free: int
     reserved: int
     """By this process's allocator."""
+    allocated: int = 0
+    """Of that, by tensors."""
 
     @staticmethod
     def now(device: torch.device) -> CudaMemory:
@@ -311,7 +336,7 @@ class CudaMemory:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return CudaMemory(total, free, torch.cuda.memory_reserved(device))
+        return CudaMemory(total, free, torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device))
 
 
 def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemory, memory: CudaMemory) -> Budget:

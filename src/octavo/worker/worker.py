@@ -31,6 +31,7 @@ from octavo.sampling.sampler import Sampler
 from octavo.sampling.state import SamplerState
 from octavo.worker import torch_threads
 from octavo.worker.diagnosis import NO_TOKEN, Circumstances, Diagnosis
+from octavo.worker.early_room import early_room
 from octavo.worker.graph_layout import CapturePlan, capture_plan
 from octavo.worker.memory import (
     Budget,
@@ -104,7 +105,8 @@ class Worker:
         with self._phase("load"):
             kernels = "native" if config.device.native_kernels else config.device.kind
             self._ops: Ops = load_ops(kernels, batch_invariant=config.batch_invariant)
-            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline)
+            check_room = early_room(config, self._device)
+            self._model: Model = load_model(config, self._ops, self._device, progress, ranks.group, ranks.pipeline, check_room)
         layers, block_size = self._model.layer_specs, config.cache.block_size
         self._layout = layout_of(config, layers, self._model.spec.layer_specs)
         with self._phase("tables"):
@@ -385,18 +387,14 @@ class Worker:
         graphs = self._make_graphs(attention, (*plan.largest, *small))
         if graphs is None:
             return GraphMemory(0, 0)
-        free = [self._free_memory()]
+        moments = [CudaMemory.now(self._device)]
         for shapes in (plan.largest, small):
             for shape in shapes:
                 graphs.capture(shape)
-            free.append(self._free_memory())
+            moments.append(CudaMemory.now(self._device))
         graphs.close()
-        others = len(plan.next) + len(plan.rest)
-        return GraphMemory(max(0, free[0] - free[1]), max(0, free[1] - free[2]) * others)
-
-    def _free_memory(self) -> int:
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)[0]
+        layers, others = len(self._model.layer_specs), len(plan.next) + len(plan.rest)
+        return GraphMemory.of(*moments, layers=layers, largest=len(plan.largest), others=others)
 
     def _model_warnings(self) -> list[str]:
         origin = self._config.model.hf_config.get(text_part.ORIGIN)

@@ -7,6 +7,7 @@ import torch
 
 from octavo.ops.cuda.dense import Form, Tuning, choice, multiply, workspace_size
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
+from tests.support.complete import complete
 from tests.support.cuda_emulator import COMPILER, emulate_dense
 
 ON_GPU = torch.cuda.is_available()
@@ -23,7 +24,7 @@ def product(
         return emulate_dense(x, weight, bias, form, tuning, scales)
     elements, tiles = workspace_size(len(weight), tuning)
     workspace = SkinnyWorkspace.allocate(elements, tiles, DEVICE) if elements else None
-    return multiply(x, weight, bias, form, tuning, workspace, scales)
+    return multiply(x, complete(weight), bias, form, tuning, workspace, scales)
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:

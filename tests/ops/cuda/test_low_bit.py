@@ -16,6 +16,7 @@ from octavo.ops.reference.low_bit import pack_coded
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import LowBit
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
+from tests.support.complete import complete
 from tests.support.cuda_emulator import COMPILER, emulate
 
 ON_GPU = torch.cuda.is_available()
@@ -24,11 +25,13 @@ pytestmark = pytest.mark.skipif(not ON_GPU and COMPILER is None, reason="needs a
 
 KINDS = [
     ("int4", 0, False),
+    ("int4", 0, True),
     ("int4", 128, True),
     ("int4", 64, False),
     ("int4", 32, True),
     ("table", 0, False),
     ("int8", 0, False),
+    ("int8", 0, True),
     ("int8", 64, True),
     ("int8", 32, False),
     ("float8", 0, False),
@@ -75,7 +78,8 @@ def product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, tuning: 
     if not ON_GPU:
         return emulate(x, weight, bias, form, tuning)
     elements, counters = workspace_size(len(x), weight.out_features, x.shape[1], tuning, sm_count(DEVICE))
-    return multiply(x, weight, bias, form, tuning, SkinnyWorkspace.allocate(elements, counters, DEVICE) if elements else None)
+    workspace = SkinnyWorkspace.allocate(elements, counters, DEVICE) if elements else None
+    return multiply(x, complete(weight), bias, form, tuning, workspace)
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -85,7 +89,7 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def combinations() -> list[Any]:
     """Each kind with each tuning on a GPU. Where a block's threads take turns, at a second each: those in which codes are read otherwise."""
     return [
-        pytest.param(*kind, tuning, id=f"{kind[0]}-{kind[1]}-{tuning}")
+        pytest.param(*kind, tuning, id=f"{kind[0]}-{kind[1]}{'-zeros' * kind[2]}-{tuning}")
         for kind in KINDS
         for tuning in TUNINGS
         if isinstance(tuning, Stream) or not tuning.integers or kind[0] in ("int4", "int8")

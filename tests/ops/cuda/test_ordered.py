@@ -15,6 +15,7 @@ from octavo.ops.packed import Int4Weight
 from octavo.ops.reference.low_bit import in_order, out_of_order, unpack
 from octavo.ops.triton.launch import sm_count
 from octavo.ops.triton.low_bit_matmul import LowBit
+from tests.support.complete import complete
 from tests.support.cuda_emulator import COMPILER, emulate, emulate_ordered
 
 from .test_low_bit import DEVICE, ON_GPU, coded, error, packed
@@ -37,7 +38,7 @@ CASES = [
 def product(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, tuning: Ordered) -> torch.Tensor:
     form = form_of(weight, x.dtype, bias=bias is not None)
     assert form is not None and takes(form)
-    return (multiply if ON_GPU else emulate_ordered)(x, weight, bias, form, tuning)
+    return (multiply if ON_GPU else emulate_ordered)(x, complete(weight), bias, form, tuning)
 
 
 @pytest.mark.parametrize(("tuning", "group", "zeros"), CASES)

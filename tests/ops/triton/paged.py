@@ -46,19 +46,19 @@ def paged_case(
     num_blocks = sum(needed) + 3
     order = (torch.randperm(num_blocks - 1) + 1).tolist()
     tables = torch.zeros(len(contexts), max(needed) + 2, dtype=torch.int32)
-    caches = [torch.full((num_blocks, kv_heads, block, head_dim), math.nan) for _ in range(2)]
+    caches = [torch.full((num_blocks, kv_heads, block, head_dim), math.nan, device=device).to(cache_dtype) for _ in range(2)]
     rows: list[list[torch.Tensor]] = [[], []]
     for row, context in enumerate(contexts):
         blocks = [order.pop() for _ in range(needed[row])]
         tables[row, : needed[row]] = torch.tensor(blocks, dtype=torch.int32)
         for cache, kept in zip(caches, rows, strict=True):
-            x = torch.randn(kv_heads, context, head_dim).to(cache_dtype)
-            kept.append(x.to(device))
-            for i, physical in enumerate(blocks):
-                piece = x[:, i * block : (i + 1) * block].float()
-                cache[physical, :, : piece.shape[1]] = piece
+            x = torch.randn(kv_heads, context, head_dim, device=device)
+            kept.append(x.to(cache_dtype))
+            filled = torch.nn.functional.pad(x, (0, 0, 0, -context % block), value=math.nan).to(cache_dtype)
+            # Eight bytes at a time: torch does not index float8.
+            cache.view(torch.int64)[blocks] = filled.view(torch.int64).view(kv_heads, len(blocks), block, -1).transpose(0, 1)
     q = torch.randn(sum(counts), heads, head_dim, device=device).to(dtype)
-    key_cache, value_cache = (cache.to(cache_dtype).to(device) for cache in caches)
+    key_cache, value_cache = caches
     return PagedCase(q, key_cache, value_cache, tables.to(device), starts, counts, rows[0], rows[1])
 
 

@@ -24,6 +24,7 @@ from octavo.ops.triton.low_bit_table import ROW_CLASSES, choice
 from octavo.ops.triton.round_rows import round_rows, scaled_sums
 from octavo.ops.triton.skinny_matmul import SkinnyWorkspace
 from octavo.weights.gguf_coded import coded_rows
+from tests.support.complete import complete
 from tests.support.gguf_blocks import small_blocks
 from tests.support.quantized_layouts import LAYOUTS
 from tests.unit.quantization.test_formats import read
@@ -41,7 +42,7 @@ def half(device: torch.device) -> torch.dtype:
 def weight_of(name: str, rows: int, columns: int, device: torch.device) -> LowBit:
     packed = pack_coded(on(read(LAYOUTS[name](rows, columns, 1)), device), half(device))
     assert not isinstance(packed, (DenseWeight,))
-    return packed  # type: ignore[return-value]
+    return complete(packed)  # type: ignore[return-value]
 
 
 def on(rows: CodedRows, device: torch.device) -> CodedRows:
@@ -104,7 +105,7 @@ def test_codes_in_the_order_of_tensor_cores(group: int, device: torch.device) ->
     coded = CodedRows(torch.randint(0, 16, (out, inner), dtype=torch.uint8), 4, torch.rand(out, groups).half() * 0.01, zeros, group=group)
     as_read = pack_coded(on(coded, device), half(device))
     assert isinstance(as_read, Int4Weight)
-    weight = replace(as_read, data=in_order(as_read.data), ordered=True)
+    weight = complete(replace(as_read, data=in_order(as_read.data), ordered=True))
     assert torch.equal(unpack(weight, torch.float32), unpack(as_read, torch.float32))
     assert torch.equal(unpack_weight(weight, torch.float32), unpack_weight(as_read, torch.float32))
     x, workspace = torch.randn(rows, inner, device=device).to(half(device)), SkinnyWorkspace.allocate(8 * 32 * 2 * 32, 16, device)
@@ -117,7 +118,7 @@ def test_codes_in_the_order_of_tensor_cores(group: int, device: torch.device) ->
 @pytest.mark.parametrize("name", ["awq-32", "gptq-act-order", "gptq-v2", "squeezellm-3-sparse", "gptq-8", "fp8-block", "mxfp4"])
 def test_layer_takes_any_number_of_rows(name: str, rows: int, device: torch.device) -> None:
     layer, coded = LowBitLinear(), on(read(LAYOUTS[name](64, 128, 2)), device)
-    weight = layer.pack(coded, half(device))
+    weight = complete(layer.pack(coded, half(device)))
     x = torch.randn(rows, 128, device=device).to(half(device))
     got = layer.linear(x, weight, None)  # type: ignore[arg-type]
     assert relative_error(got, x.double() @ dequantize(coded, torch.float64).T) < 5e-3
@@ -128,7 +129,7 @@ def test_layer_takes_any_number_of_rows(name: str, rows: int, device: torch.devi
 def test_blocks_of_gguf(name: str, rows: int, device: torch.device) -> None:
     raw = torch.from_numpy(small_blocks(name, 48, 512, 5)).to(device)
     layer, coded = TritonLinear(), coded_rows(raw, name)
-    weight = layer.pack_coded(coded, half(device))
+    weight = complete(layer.pack_coded(coded, half(device)))
     assert not isinstance(weight, DenseWeight) and isinstance(weight, OffsetWeight) == (coded.minimums is not None)
     x, bias = torch.randn(rows, 512, device=device).to(half(device)), torch.randn(48, device=device).to(half(device))
     for added in (None, bias):
@@ -147,7 +148,7 @@ def test_parts_that_are_stored_differently(device: torch.device) -> None:
     coded = [on(read(LAYOUTS[name](32, 128, 3)), device) for name in ("awq-32", "gptq-act-order", "fp8-tensor")]
     assert joined(coded) is None
     dense = torch.randn(32, 128, device=device).to(dtype)
-    parts: list[LinearWeight] = [*(table.pack_coded(c, dtype) for c in coded), table.pack(dense)]
+    parts: list[LinearWeight] = complete([*(table.pack_coded(c, dtype) for c in coded), table.pack(dense)])
     whole = torch.cat([*(dequantize(c, torch.float64) for c in coded), dense.double()])
     x, bias = torch.randn(7, 128, device=device).to(dtype), torch.randn(128, device=device).to(dtype)
     assert relative_error(table.linear(x, SegmentedWeight.of(parts), bias), x.double() @ whole.T + bias.double()) < 5e-3
@@ -161,8 +162,19 @@ def test_ranks_add_up(name: str, cut: int, device: torch.device) -> None:
     x = torch.randn(6, 192, device=device).to(half(device))
     total = torch.zeros(6, 64, device=device, dtype=torch.float64)
     for part, columns in ((coded.narrow_columns(0, cut), x[:, :cut]), (coded.narrow_columns(cut, 192), x[:, cut:])):
-        total += layer.linear(columns, layer.pack_coded(part, half(device)), None).double()
+        total += layer.linear(columns, complete(layer.pack_coded(part, half(device))), None).double()
     assert relative_error(total, x.double() @ dequantize(coded, torch.float64).T) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 6, 16, 70])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_whole_rows(bits: int, rows: int, device: torch.device) -> None:
+    """Of a checkpoint with group_size -1, or of a rank's part of one group."""
+    layer, most = TritonLinear(), 2**bits
+    codes, zeros = torch.randint(0, most, (64, 256)).byte(), torch.randint(0, most, (64, 1)).short()
+    coded = on(CodedRows(codes, bits, torch.rand(64, 1).half() * 0.01 + 0.005, zeros), device)
+    weight, x = complete(layer.pack_coded(coded, half(device))), torch.randn(rows, 256, device=device).to(half(device))
+    assert relative_error(layer.linear(x, weight, None), x.double() @ dequantize(coded, torch.float64).T) < 5e-3
 
 
 @triton.jit
@@ -233,7 +245,7 @@ def test_every_part_of_every_tuning_has_work(kind: str) -> None:
 @pytest.mark.parametrize("rows", [1, 7, 33, 64, 129, 257, 1024])
 def test_large_shapes_on_the_gpu(name: str, rows: int, device: torch.device) -> None:
     layer, coded = LowBitLinear(), on(read(LAYOUTS[name](512, 1024, 5)), device)
-    weight = layer.pack(coded, torch.bfloat16)
+    weight = complete(layer.pack(coded, torch.bfloat16))
     x = torch.randn(rows, 1024, device=device).bfloat16()
     rounded_from = {"float": 1 << 30, "float8": 9, "int8": 129}[coded.activations.kind]
     if name == "fp8-block":

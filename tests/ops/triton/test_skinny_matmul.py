@@ -9,6 +9,7 @@ from octavo.ops.packed import DenseWeight
 from octavo.ops.triton.linear import TritonLinear
 from octavo.ops.triton.skinny_matmul import Form, SkinnyTuning, SkinnyWorkspace, skinny_matmul
 from octavo.ops.triton.skinny_table import MEASURED, ROW_CLASSES, choices
+from tests.support.complete import complete
 
 from .paged import relative_error
 
@@ -44,7 +45,7 @@ def test_other_forms(form: Form, rows: int, columns: int, inner: int, device: to
 def test_linear_takes_any_number_of_rows(device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     layer, weight = TritonLinear(), torch.randn(40, 96, device=device).to(dtype)
-    packed = layer.pack(weight)
+    packed = complete(layer.pack(weight))
     for rows in (1, 17, 70):
         x = torch.randn(rows, 96, device=device).to(dtype)
         assert relative_error(layer.linear(x, packed, None), x.double() @ weight.double().T) < 5e-3
@@ -56,7 +57,7 @@ def test_linear_takes_any_number_of_rows(device: torch.device) -> None:
 @pytest.mark.parametrize(("columns", "inner"), [(6144, 4096), (4096, 14336), (1024, 3072), (28672, 4096)])
 def test_measured_choices_on_the_gpu(columns: int, inner: int, device: torch.device) -> None:
     layer, weight = TritonLinear(), torch.randn(columns, inner, device=device).bfloat16()
-    packed = layer.pack(weight)
+    packed = complete(layer.pack(weight))
     for rows in (1, 7, 16, 30, 64):
         x = torch.randn(rows, inner, device=device).bfloat16()
         assert relative_error(layer.linear(x, packed, None), x.double() @ weight.double().T) < 5e-3

@@ -218,6 +218,29 @@ def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, message: str) -> 
     assert "bad.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q4_1"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_type_of_the_last_tensor_shows_by_the_files_end(sound: Path, tmp_path: Path, kind: str, padded: bool) -> None:
+    """What all others show by the next one's place."""
+    raw = bytearray(sound.read_bytes())
+    end = read_gguf(str(sound)).tensors["packed"]
+    if not padded:
+        del raw[end.offset + end.nbytes :]
+    entry = raw.index(struct.pack("<Q", 6) + b"packed") + 14 + 4 + 2 * 8
+    assert struct.unpack_from("<I", raw, entry) == (GGMLQuantizationType.Q8_0,)
+    struct.pack_into("<I", raw, entry, GGMLQuantizationType[kind])
+    (path := tmp_path / "flipped.gguf").write_bytes(raw)
+    with pytest.raises(
+        CheckpointError, match=rf"'packed' is the last one and has type {kind}, but .* which it has as Q8_0: its type is damaged"
+    ):
+        read_gguf(str(path))
+
+
+def test_what_is_appended_does_no_harm(sound: Path, tmp_path: Path) -> None:
+    (path := tmp_path / "longer.gguf").write_bytes(sound.read_bytes() + bytes(1000))
+    assert set(read_gguf(str(path)).tensors) == set(read_gguf(str(sound)).tensors)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing\.gguf"):
         read_gguf(str(tmp_path / "nothing.gguf"))

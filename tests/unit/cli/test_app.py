@@ -58,6 +58,8 @@ def test_version() -> None:
         (["bench", "zzz"], 2, "There are: throughput, latency, serve, kv."),
         (["serve", "--no-such-flag"], 2, "there is no flag --no-such-flag"),
         (["serve", "--dtype", "flaot16"], 2, "Did you mean float16?"),
+        (["serve", "--kv-cache-dtype", "fp8_e5m2"], 2, "fp8_e5m2: its two mantissa bits are too coarse for keys and values. Use fp8_e4m3."),
+        (["serve", "--kv-cache-dtype", "fp9"], 2, "'fp9' is not one of auto, float32, float16, bfloat16, fp8, fp8_e4m3. Did you mean"),
         (["run-batch"], 2, "needs an input and an output file"),
         (["complete", "x", "--temperature", "-1"], 1, "temperature must be non-negative"),
         (["serve", "m", "--rope-theta", "1"], 1, "--rope-theta is not available yet"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -73,6 +75,16 @@ def test_rounding_while_loading_costs_little(model: Path, tmp_path: Path) -> Non
         (["quantize", "--method", "fp8", "--out", "/"], 1, "is there already"),
         (["quantize", "--method", "awq", "--out", "/nowhere/x"], 1, "auto-round is not installed for .*--python"),
         (["quantize", "--method", "fp8", "--out", "/nowhere/x", "--python", "/no/python"], 1, "--python /no/python: No such file"),
+        (
+            ["quantize", "--method", "fp8", "--out", "/nowhere/x", "--python", "/bin/ls"],
+            1,
+            "--python /bin/ls is no working Python interpreter",
+        ),
+        (
+            ["quantize", "--method", "fp8", "--out", "/nowhere/x", "--python", "/bin/true"],
+            1,
+            "/bin/true is no working Python interpreter[.]",
+        ),
         (["quantize", "--method", "gptq", "--out", "/nowhere/x", "--text", "/no.txt"], 1, "there is no such file"),
     ],
 )
@@ -81,6 +93,13 @@ def test_bad_usage(arguments: list[str], code: int, message: str, capsys: pytest
 
     assert main(arguments) == code
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_what_is_no_python_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own complaint is part of the sentence, and not a line of its own."""
+    assert main(["quantize", "--method", "fp8", "--out", "/nowhere/x", "--python", "/bin/ls"]) == 1
+    out, err = capfd.readouterr()
+    assert not out and len(err.splitlines()) == 1
 
 
 @pytest.fixture
@@ -120,6 +139,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "out = pathlib.Path(json.loads(sys.argv[1])['out'])\n"
         "out.mkdir()\n"
         "(out / 'config.json').write_text('{}')\n"
+        "(out / 'model.safetensors').touch(0o600)\n"
+        "(out / 'more').mkdir(0o700)\n"
         f"sys.exit(int(pathlib.Path({str(tmp_path / 'code')!r}).read_text()))\n"
     )
     (tmp_path / "code").write_text("0")
@@ -141,6 +162,10 @@ def test_a_folder_appears_when_it_is_whole(model: Path, tmp_path: Path, tool: st
     assert "Calibrating: 0 of 2" in said and "%|" not in said and "a warning" not in said
     assert f"--against {model}" in said
     assert [p.name for p in out.parent.iterdir()] == ["out"] and (out / "config.json").exists()
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((out / "model.safetensors").stat().st_mode) == 0o666 & ~mask  # for a server of another user
+    assert stat.S_IMODE((out / "more").stat().st_mode) == 0o777 & ~mask
 
 
 def test_a_place_that_cannot_be_written_is_known_before(model: Path, tool: str, capsys: pytest.CaptureFixture[str]) -> None:

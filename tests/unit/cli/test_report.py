@@ -258,8 +258,34 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == out
     assert main(["plan", str(tmp_path), "--memory", "16G", "--dtype", "float32"]) == 1
     assert "more are needed" in capsys.readouterr().out
-    assert main(["plan", str(tmp_path), "--memory", "18G", "--gpu-memory-utilization", "0.95", "--max-model-len", "1m"]) == 0
+    assert main(["plan", str(tmp_path), "--memory", "18G", "--gpu-memory-utilization", "0.9"]) == 0
     assert "--max-model-len" in capsys.readouterr().out
+
+
+def test_plan_takes_limits_as_serve_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+    def plan(*flags: str, **more: object) -> tuple[int, str, str]:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+        code = main(["plan", str(tmp_path), *flags])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    for flags, words in (
+        (["--memory", "24G", "--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: must be greater than 0 and at most 1, got 1.5"),
+        (["--memory", "24G", "--gpu-memory-utilization", "nan"], "must be greater than 0 and at most 1, got nan"),
+        (["--memory", "24G", "--gpu-memory-utilization", "0"], "must be greater than 0 and at most 1, got 0"),
+        (["--memory", "0"], "--memory: '0' must be at least 1"),
+        (["--memory=-8G"], "must be at least 1"),
+        (["--memory", "24G", "--max-model-len", "1"], "--max-model-len must be at least 2, got 1"),
+    ):
+        code, out, err = plan(*flags)
+        assert code != 0 and not out and words in err
+    code, out, err = plan("--memory", "24G", "--max-model-len", "1m")
+    assert code == 0 and " x 8,192" in out
+    assert err == "octavo: warning: --max-model-len 1000000 is beyond what the model was made for: planning with 8192.\n"
+    code, out, err = plan("--memory", "24G", "--max-model-len", "16K", rope_scaling={"type": "linear", "factor": 2.0})
+    assert code == 0 and " x 16,384" in out and not err
 
 
 def test_plan_heeds_how_weights_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

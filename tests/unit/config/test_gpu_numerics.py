@@ -46,7 +46,9 @@ def test_scales_found_while_running() -> None:
 @pytest.mark.parametrize(
     ("device", "settings", "words"),
     [
-        (HOPPER, {"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2.*fp8_e4m3"),
+        (HOPPER, {"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2: its two mantissa bits are too coarse.*fp8_e4m3"),
+        (HOPPER, {"kv_cache_dtype": "q8_0"}, "--kv-cache-dtype q8_0: blocks are not kept here. Use fp8"),
+        (CPU, {"kv_cache_dtype": "bf16"}, "--kv-cache-dtype bf16: it is called bfloat16 here"),
         (CPU, {"kv_cache_dtype": "fp8"}, "fp8 needs an NVIDIA GPU.*float16"),
         (AMPERE, {"kv_cache_dtype": "fp8"}, r"A100 \(compute capability 8\.0\).*8\.9.*auto"),
         (HOPPER, {"kv_cache_dtype": "fp8", "dtype": "float32"}, "bfloat16 or float16, not float32"),

@@ -11,7 +11,7 @@ from octavo.config.args import EngineArgs
 from octavo.config.device import detect_device
 from octavo.config.resolve import resolve
 from octavo.config.sizes import format_bytes, parse_size
-from octavo.config.types import DeviceInfo, EngineConfig
+from octavo.config.types import DeviceInfo, EngineConfig, PoolingConfig
 from octavo.errors import CheckpointError, ConfigError, NotYet, OctavoError, UnsupportedModel
 
 CPU = DeviceInfo("cpu", "test cpu", 16 << 30, 8 << 30, 2)
@@ -59,10 +59,19 @@ def test_context_length() -> None:
     assert make(hf={"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}).model.max_model_len == 4096
 
 
+def test_one_token_is_enough_to_embed() -> None:
+    """A model that pools has no reply to make room for."""
+    pooling = PoolingConfig(("mean",), normalize=True)
+    args = EngineArgs(max_model_len=1)
+    found = resolve(args, path="/m", name="m", hf_config=LLAMA, eos_token_ids=(2,), device=CPU, pooling=pooling)
+    assert found.model.max_model_len == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
         ({"max_model_len": 0}, ConfigError, "--max-model-len must be at least 1, got 0"),
+        ({"max_model_len": 1}, ConfigError, "--max-model-len must be at least 2, got 1: a request needs room for one token of its prompt"),
         ({"max_model_len": "many"}, ConfigError, "not a size"),
         ({"dtype": "bfloa16"}, ConfigError, "Did you mean bfloat16"),
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be greater than 0 and at most 1"),
@@ -85,6 +94,7 @@ def test_bad_settings(settings: dict[str, Any], error: type[OctavoError], words:
         ({"architectures": None}, UnsupportedModel),
         ({"vocab_size": "many"}, CheckpointError),
         ({"max_position_embeddings": -1}, CheckpointError),
+        ({"max_position_embeddings": 1}, CheckpointError),
         ({"rope_scaling": 3}, CheckpointError),
         ({"quantization_config": {"quant_method": "quip"}}, UnsupportedModel),
         ({"quantization_config": "awq"}, CheckpointError),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from octavo.errors import ConfigError
+from octavo.layers import rope
 from octavo.layers.rope import FrequencyDivisors, LinearScaling, RopeSpec, cos_sin_table, inverse_frequencies
 from octavo.models.hf_config import HfConfig, rope_spec
 
@@ -103,3 +104,12 @@ def test_scaling_given_beside_newer_parameters_wins() -> None:
 def test_a_table_that_does_not_fit_is_said_in_the_users_words() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len=1152921504606846976.*--max-model-len"):
         cos_sin_table(RopeSpec(100.0, 64), 64, 2**60, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("spec", [RopeSpec(100.0, 64), None])
+def test_a_table_is_not_begun_that_the_memory_does_not_hold(spec: RopeSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would promise it, and end the process while it is filled."""
+    monkeypatch.setattr(rope, "host_memory", lambda: (2**40, 2**29))
+    monkeypatch.setattr(rope, "np", None)
+    with pytest.raises(ConfigError, match=r"max_model_len=2097152: no memory for a table of so many positions"):
+        cos_sin_table(spec, 64, 2**21, torch.device("cpu"))

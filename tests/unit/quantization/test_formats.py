@@ -17,7 +17,22 @@ from octavo.quantization.pieces import Pieces
 from octavo.quantization.select import stored_format
 from octavo.weights.block_rows import block_rows
 from octavo.weights.gguf_blocks import unpack as unpack_blocks
-from tests.support.quantized_layouts import LAYOUTS, Layout, Tensors, awq, compressed, fp8, gptq, int8, nf4, squeezellm
+from tests.support.quantized_layouts import (
+    LAYOUTS,
+    Layout,
+    Tensors,
+    as_int32,
+    awq,
+    bit_words,
+    compressed,
+    compressed_fp8,
+    float4,
+    fp8,
+    gptq,
+    int8,
+    nf4,
+    squeezellm,
+)
 
 MODULE = "model.layers.0.self_attn.q_proj"
 KINDS = {
@@ -153,7 +168,7 @@ def test_input_scales_under_the_name_that_transformers_gives_them() -> None:
 def broken(layout: Layout, **changes: torch.Tensor | None) -> Tensors:
     tensors = dict(layout.tensors)
     for piece, tensor in changes.items():
-        tensors.pop(piece)
+        tensors.pop(piece, None)
         if tensor is not None:
             tensors[piece] = tensor
     return tensors
@@ -180,6 +195,72 @@ BAD: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "group index out of range": (gptq(32, 64, 32), {"g_idx": torch.full((64,), 2, dtype=torch.int32)}, r"g_idx.*from 0 to 1"),
     "blocks that do not fit": (fp8(64, 64, scale="block"), {"weight_scale_inv": torch.ones(1, 2)}, r"\[2, 2\] for blocks of 32 x 32"),
     "packed shape": (compressed(32, 64), {"weight_shape": torch.tensor([32, 96])}, r"weight_packed.*32 x 96"),
+    "zero points of symmetric weights": (
+        compressed(32, 64),
+        {"weight_zero_point": compressed(32, 64, symmetric=False).tensors["weight_zero_point"]},
+        r"weight_zero_point .* 0 everywhere or left out, for the config says symmetric: true of weights",
+    ),
+    "zero points of symmetric 8-bit weights": (
+        compressed(32, 64, layout="int-quantized", bits=8),
+        {"weight_zero_point": torch.ones(32, 2, dtype=torch.int8)},
+        r"weight_zero_point .* symmetric: true of weights",
+    ),
+    "zero points of float8": (
+        compressed_fp8(32, 64),
+        {"weight_zero_point": torch.ones(32, 1)},
+        r"weight_zero_point .* symmetric: true of weights",
+    ),
+    "zero points of symmetric inputs": (
+        compressed(32, 64, layout="int-quantized", bits=8, inputs="static"),
+        {"input_zero_point": torch.tensor([-3], dtype=torch.int8)},
+        r"input_zero_point .* symmetric: true of input_activations",
+    ),
+    "second version said to be the first": (
+        gptq(32, 64, 32, sym=True),
+        {"qzeros": gptq(32, 64, 32, sym=True, version=2).tensors["qzeros"]},
+        r"qzeros .*checkpoint_format gptq; left out.* zero points are those of gptq_v2",
+    ),
+    "first version said to be the second": (
+        gptq(32, 64, -1, bits=8, sym=True, version=2),
+        {"qzeros": gptq(32, 64, -1, bits=8, sym=True).tensors["qzeros"]},
+        r"qzeros .*checkpoint_format gptq_v2; .* zero points are those of gptq\.",
+    ),
+    "outliers without values": (squeezellm(32, 64, outliers=4), {"vals": torch.zeros(0)}, r"q_proj\.vals has .*more than nothing"),
+    "whole rows without rows": (
+        squeezellm(32, 64, full=2),
+        {"full_rows": torch.zeros(64, 0)},
+        r"q_proj\.full_rows has .*more than nothing",
+    ),
+    "negative global scale": (
+        float4(32, 64, kind="nvfp4"),
+        {"weight_global_scale": torch.tensor(-1.0)},
+        r"weight_global_scale .*nowhere negative",
+    ),
+    "negative nvfp4 scale": (
+        float4(32, 64, kind="nvfp4"),
+        {"weight_scale": torch.full((32, 4), -1.0).to(torch.float8_e4m3fn)},
+        r"weight_scale .*nowhere negative",
+    ),
+    "negative run scales": (nf4(32, 64), {"weight.absmax": torch.full((32,), -0.1)}, r"weight\.absmax .*nowhere negative"),
+    "state beyond numbers": (
+        nf4(32, 64),
+        {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b'{"shape": [32, 64], "blocksize": Infinity}'), dtype=torch.uint8)},
+        r"quant_state.*JSON",
+    ),
+    "state without an end": (
+        nf4(32, 64),
+        {"weight.quant_state.bitsandbytes__nf4": torch.tensor(list(b"[" * 100_000), dtype=torch.uint8)},
+        r"quant_state.*JSON",
+    ),
+    "nested offset": (
+        nf4(32, 64, nested=True),
+        {
+            "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+                list(b'{"shape": [32, 64], "blocksize": 64, "nested_blocksize": 16, "nested_offset": NaN}'), dtype=torch.uint8
+            )
+        },
+        r"nested_absmax .*nested_offset that is a number, not nan",
+    ),
     "table": (squeezellm(32, 64), {"lookup_table": torch.ones(32, 8)}, r"lookup_table.*\[32, 16\]"),
     "outlier column": (squeezellm(32, 64, outliers=4), {"cols": torch.full((4,), 64, dtype=torch.int32)}, r"cols.*from 0 to 63"),
     "outlier rows": (squeezellm(32, 64, outliers=4), {"rows": torch.full((33,), 4, dtype=torch.int32)}, r"rows.*ascending"),
@@ -194,7 +275,7 @@ def test_what_is_wrong_is_named(case: str) -> None:
         read(layout, broken(layout, **changes))
 
 
-GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+GROUP: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +309,19 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
             UnsupportedModel,
             "rotations",
         ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"actorder": "up"}}}},
+            CheckpointError,
+            "actorder must be true, false, group, dynamic, weight, static, got 'up'",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": GROUP | {"input_activations": {"dynamic": "false"}}}},
+            CheckpointError,
+            """dynamic must be true, false or "local", got 'false'""",
+        ),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"m": 8}}, CheckpointError, "extra_config: m must be an object, got 8"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"m": {"bits": 5}}}, UnsupportedModel, "bits 5 is not supported"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {".*(": {"bits": 8}}}, CheckpointError, "is not a pattern"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllama"}, UnsupportedModel, "exllama"),
     ],
 )
@@ -247,6 +341,71 @@ def test_modules_with_settings_of_their_own() -> None:
     mixed = compressed(32, 64, bits=8, strategy="channel")
     coded = read(replace(mixed, config={**mixed.config, "config_groups": groups}))
     torch.testing.assert_close(dequantize(coded), mixed.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [MODULE, r"layers\.0\..*q_proj"])
+def test_layers_with_settings_of_auto_rounds_own(name: str) -> None:
+    """Its `extra_config`, by name or pattern: other bits, or none."""
+    usual, own = gptq(32, 128, 32, sym=True), gptq(32, 128, 64, bits=8)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
+    extra = {name: {"bits": 8, "group_size": 64, "sym": False, "data_type": "int"}, "model.layers.1.mlp.up_proj": {"bits": 16}}
+    mixed = config | {"extra_config": extra}
+    torch.testing.assert_close(dequantize(read(replace(own, config=mixed))), own.weight, rtol=1e-6, atol=1e-7)
+    others = config | {"extra_config": {"model.layers.1.self_attn.q_proj": extra[name]}}
+    torch.testing.assert_close(dequantize(read(replace(usual, config=others))), usual.weight, rtol=1e-6, atol=1e-7)
+    form = stored_format({"quantization_config": mixed}, "config.json")
+    assert form is not None
+    made = [form.storage(module, (64, 128)) for module in (MODULE, "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj")]
+    assert [None if storage is None else storage.levels for storage in made] == [256, None, 16]
+    with pytest.raises(UnsupportedModel, match=r"extra_config has other settings for .*q_proj, which are read with GPTQ's packing alone"):
+        stored_format({"quantization_config": mixed | {"packing_format": "auto_round:auto_awq"}}, "config.json")
+    spared = config | {"packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 16}, name: {"bits": 4, "sym": False}}}
+    assert stored_format({"quantization_config": spared}, "config.json") is not None
+
+
+def test_zero_points_that_say_nothing_are_read_over() -> None:
+    """Older tools write those of symmetric weights too: zeros, or packed, the middle code."""
+    packed = compressed(32, 64)
+    plain = compressed(32, 64, layout="int-quantized", bits=8, inputs="static")
+    middle = as_int32([bit_words([8] * 32, 4)] * 2).T.contiguous()
+    for layout, more in (
+        (packed, {"weight_zero_point": torch.zeros(32, 2, dtype=torch.int8)}),
+        (packed, {"weight_zero_point": middle}),
+        (plain, {"weight_zero_point": torch.zeros(32, 2, dtype=torch.int64), "input_zero_point": torch.zeros(1, dtype=torch.int8)}),
+        (compressed_fp8(32, 64), {"weight_zero_point": torch.zeros(32, 1).to(torch.float8_e4m3fn)}),
+    ):
+        torch.testing.assert_close(dequantize(read(layout, layout.tensors | more)), layout.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_the_order_of_activations_has_two_names() -> None:
+    layout = compressed(32, 64, act_order=True)
+    group = layout.config["config_groups"]["group_0"]
+    dynamic = replace(
+        layout, config=layout.config | {"config_groups": {"g": group | {"weights": group["weights"] | {"actorder": "dynamic"}}}}
+    )
+    with pytest.raises(CheckpointError, match="weight_g_idx is missing"):
+        read(dynamic, broken(dynamic, weight_g_idx=None))
+    usual = compressed(32, 64)
+    group = usual.config["config_groups"]["group_0"]
+    static = replace(usual, config=usual.config | {"config_groups": {"g": group | {"weights": group["weights"] | {"actorder": "static"}}}})
+    torch.testing.assert_close(dequantize(read(static)), usual.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_modules_that_no_group_is_for() -> None:
+    """Groups that differ, none of which names the module; alike, any of them will do."""
+    first, second = compressed(32, 64), compressed(32, 64, bits=8)
+    groups = [layout.config["config_groups"]["group_0"] for layout in (first, second)]
+    apart = {"a": groups[0] | {"targets": ["re:.*mlp"]}, "b": groups[1] | {"targets": ["re:.*o_proj"]}}
+    with pytest.raises(CheckpointError, match=f"no target of its config_groups is for {MODULE}"):
+        read(replace(first, config=first.config | {"config_groups": apart}))
+    alike = {"a": groups[0] | {"targets": ["re:.*mlp"]}, "b": groups[0] | {"targets": ["re:.*o_proj"]}}
+    torch.testing.assert_close(
+        dequantize(read(replace(first, config=first.config | {"config_groups": alike}))), first.weight, rtol=1e-6, atol=1e-7
+    )
+    classes = {"a": groups[1] | {"targets": ["Embedding"]}, "b": groups[0] | {"targets": ["Linear"]}}
+    torch.testing.assert_close(
+        dequantize(read(replace(first, config=first.config | {"config_groups": classes}))), first.weight, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_a_group_size_that_does_not_divide_is_said() -> None:

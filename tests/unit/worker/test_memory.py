@@ -13,7 +13,7 @@ from octavo.worker import memory
 from octavo.worker.memory import Budget, CudaMemory, GraphMemory, cannot_allocate, cpu_budget, cuda_budget, size_cache
 from tests.support.engine_configs import engine_config
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 BLOCK_BYTES = MIB
 
 
@@ -23,6 +23,18 @@ def budget(cache: int, total: int = 1000 * MIB) -> Budget:
 
 def on_gpu(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, device=dataclasses.replace(config.device, kind="cuda"))
+
+
+def test_graphs_are_counted_by_what_this_process_has_reserved() -> None:
+    """Whatever others do meanwhile: all of the card is gone, then free again."""
+    driver = 28 * memory.DRIVER_BYTES_A_LAYER
+    before, after = CudaMemory(80 * GIB, 50 * GIB, GIB, 900 * MIB), CudaMemory(80 * GIB, 0, GIB + 400 * MIB, 930 * MIB)
+    another = CudaMemory(80 * GIB, 60 * GIB, GIB + 402 * MIB, 931 * MIB)
+    found = GraphMemory.of(before, after, another, layers=28, largest=2, others=60)
+    assert found == GraphMemory(400 * MIB + 2 * driver, 60 * (MIB + driver))
+    found = GraphMemory.of(before, before, dataclasses.replace(before, allocated=0), layers=28, largest=2, others=60)
+    assert found == GraphMemory(2 * driver, 60 * driver)
+    assert 70 * 10 * driver < memory.HEADROOM * 80 * GIB
 
 
 def test_gpu_takes_all_that_is_left() -> None:
@@ -127,8 +139,16 @@ def test_cpu_budget_within_a_limited_address_space(monkeypatch: pytest.MonkeyPat
     found = cpu_budget(engine_config(num_blocks=None), 0, 2**27)
     assert found.cache == 2**30 - 2**28 - 2**27 - memory.ADDRESS_GROWTH
     assert found.total == 2**30
-    with pytest.raises(ConfigError, match=r"or raise the limit of the address space \(1\.0 GiB, ulimit -v\)"):
-        size_cache(engine_config(num_blocks=None, max_model_len=100), budget(0), BLOCK_BYTES)
+    config = engine_config(num_blocks=None, max_model_len=1000)
+    with pytest.raises(
+        ConfigError, match=r"Lower --max-model-len to 36 .*, or raise the limit of the address space \(1\.0 GiB, ulimit -v\)\."
+    ):
+        size_cache(config, budget(10 * MIB), BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"into the address space of 1\.0 GiB \(ulimit -v\): raise that limit, or use a smaller model\."):
+        size_cache(config, budget(0), BLOCK_BYTES)
+    config = engine_config(num_blocks=None, max_model_len=100)
+    with pytest.raises(ConfigError, match=r"raise that limit, lower what a step may take \(50\.0 MiB\) with --max-num-batched-tokens"):
+        size_cache(config, budget(0), BLOCK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +167,6 @@ def test_a_refused_allocation_names_the_setting_and_a_value_that_fits(settings: 
     assert f" to {most}" in text
 
 
-GIB = 2**30
 NO_GRAPHS = GraphMemory(0, 0)
 
 

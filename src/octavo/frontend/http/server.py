@@ -21,13 +21,13 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import uvicorn
 
 from octavo.config.args import EngineArgs
 from octavo.config.types import EngineConfig
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDead
 from octavo.frontend.async_llm import AsyncLLM
 from octavo.frontend.client import Progress
 from octavo.frontend.http.batches.store import claim_folder, default_folder
@@ -49,6 +49,9 @@ Report = Callable[[EngineReady, EngineConfig, ServerSettings], None]
 MAX_OPEN_FILES = 65536
 LAST_WORDS = 1.0
 """Seconds for error replies to reach clients whose requests are ended."""
+LAST_ANSWERS = 2.0
+"""Seconds that a server without an engine still answers, so that clients and health checks (503) hear why, before it ends."""
+WATCH_INTERVAL = 0.1
 ENGINE_STOP_TIMEOUT = 10.0
 """Seconds the engine process gets to end by itself; it is killed with this process anyway."""
 
@@ -56,12 +59,14 @@ ENGINE_STOP_TIMEOUT = 10.0
 def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None = None, progress: Progress | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Returns after a clean shutdown.
 
+    A server whose engine is gone for good ends as well: whoever supervises it can start another one, which may have more luck.
+
     Args:
         report: shows the start-up report; default `octavo.cli.report.startup_report`, else one log line.
         progress: called with (phase, done, total) while the model is fetched and loaded.
 
     Raises:
-        OctavoError: the server cannot start; the message is for the user.
+        OctavoError: the server cannot start, or its engine is gone for good (EngineDead); the message is for the user.
     """
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
     if args.disable_log_stats:
@@ -262,12 +267,33 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
             logger.info("Listening on %s", server_url(settings, sock))
             context: ServerContext = app.state.context
             context.batches.start()
+            dying = asyncio.ensure_future(death_of(llm))
+            dying.add_done_callback(lambda _: stop.set())
             try:
                 await serve_until(stop, stop_now, server, sock, context)
+                if dying.done():
+                    raise dying.result()
             finally:
+                await cancel(dying)
                 await context.close()
         finally:
             await _end(llm)
+
+
+class Mortal(Protocol):
+    """Something with an engine."""
+
+    @property
+    def death(self) -> EngineDead | None: ...
+
+
+async def death_of(engine: Mortal) -> EngineDead:
+    """Returns once there has been no engine for `LAST_ANSWERS`, and there will be none."""
+    while (death := engine.death) is None:
+        await asyncio.sleep(WATCH_INTERVAL)
+    logger.error("Without an engine the server ends. Until then it answers 503.")
+    await asyncio.sleep(LAST_ANSWERS)
+    return death
 
 
 async def serve_until(

@@ -259,7 +259,7 @@ def multiply(
     workspace: SkinnyWorkspace | None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias.
+    """x @ weight.T + bias. Weight, bias and the weight's scales are complete: see `ops.registry.Linear`.
 
     Args:
         x: [rows, in_features], rows <= tuning.rows, as `takes` has it.

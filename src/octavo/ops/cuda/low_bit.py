@@ -528,7 +528,7 @@ def prepare(form: Form, tuning: Tuning, inner: int, device: torch.device) -> Non
 def multiply(
     x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Tuning, workspace: SkinnyWorkspace | None
 ) -> torch.Tensor:
-    """x @ weight.T + bias, without a table's outliers.
+    """x @ weight.T + bias, without a table's outliers. The weight is complete: see `ops.registry.Linear`.
 
     Args:
         x: [rows, inputs as they are stored], bf16 or fp16; rows contiguous, each at a multiple of 16 bytes.

@@ -162,7 +162,7 @@ def grid_of(rows: int, columns: int, tuning: Ordered, sms: int) -> tuple[int, in
 
 
 def multiply(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: Ordered) -> torch.Tensor:
-    """x @ weight.T + bias.
+    """x @ weight.T + bias. The weight is complete: see `ops.registry.Linear`.
 
     Args:
         x: [rows, inputs as they are stored], bf16 or fp16; rows contiguous, each at a multiple of 16 bytes.

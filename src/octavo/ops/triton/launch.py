@@ -32,7 +32,7 @@ def overlap_supported(device: torch.device) -> bool:
 
     Every kernel that is launched so waits before it touches what earlier kernels wrote. Most let the next one start only then
     (`gdc_launch_dependents` behind `gdc_wait`); those between two products at once (`turns.EARLY`). So whatever a kernel reads before its
-    wait must be at least three kernels old.
+    wait must be at least three kernels old, or known to be in memory: weights are, once they are loaded (`ops.registry.Linear`).
     """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import torch
 
@@ -34,7 +35,7 @@ def bitsandbytes(settings: Settings) -> Format:
 
 def _int8(pieces: Pieces) -> CodedRows:
     codes = pieces.of("weight", torch.int8, dims=2)
-    scales = pieces.scales("SCB", shape=(codes.shape[0],)).float() / 127.0
+    scales = pieces.magnitudes("SCB", shape=(codes.shape[0],)).float() / 127.0
     return CodedRows(codes, 8, scales[:, None])
 
 
@@ -44,7 +45,7 @@ def _table(pieces: Pieces) -> CodedRows:
         state = json.loads(bytes(pieces.of(name, torch.uint8).cpu().tolist()))
         rows, columns = (int(size) for size in state["shape"])
         block = int(state["blocksize"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise pieces.fail(name, "JSON with shape and blocksize") from None
     if min(rows, columns, block) < 1 or columns % block:
         raise UnsupportedModel(f"{pieces.module}: runs of {block} weights that cross rows of {columns} are not supported.")
@@ -60,13 +61,15 @@ def _table(pieces: Pieces) -> CodedRows:
 
 def _absmax(pieces: Pieces, state: dict[str, float], count: int) -> torch.Tensor:
     if "weight.nested_absmax" not in pieces:
-        return pieces.scales("weight.absmax", shape=(count,)).float()
+        return pieces.magnitudes("weight.absmax", shape=(count,)).float()
     codes = pieces.shaped("weight.absmax", torch.uint8, shape=(count,))
     table = pieces.scales("weight.nested_quant_map", shape=(256,)).float()
     try:
         block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise pieces.fail("weight.nested_absmax", "described by nested_blocksize and nested_offset") from None
+    if not math.isfinite(offset):
+        raise pieces.fail("weight.nested_absmax", f"beside a nested_offset that is a number, not {offset}")
     nested = pieces.finite("weight.nested_absmax", pieces.of("weight.nested_absmax", *FLOATS)).float()
     if block < 1 or nested.numel() != -(-count // block):
         raise pieces.fail("weight.nested_absmax", f"one number for each {block} of {count} scales")

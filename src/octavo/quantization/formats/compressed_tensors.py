@@ -7,7 +7,7 @@ floating-point nvfp4- and mxfp4-pack-quantized.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,8 @@ _NAMES = frozenset(
         "input_zero_point",
     )
 )
+_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
+"""Whether groups follow the order of activations; `weight` and `static` change the calibration alone."""
 _MARKS = frozenset(("weight_packed", "weight_scale"))
 _IGNORED = frozenset(("input_global_scale", "output_zero_point"))
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -101,6 +103,8 @@ def _scheme(group: Settings, usual_layout: str) -> Scheme:
     blocks = weights.block_size("block_structure") if strategy == "block" else None
     if strategy == "block" and blocks is None:
         raise weights.fail("block_structure", "two numbers greater than 0: rows and columns of a block")
+    if inputs.values.get("dynamic") not in (None, True, False, "local"):
+        raise inputs.fail("dynamic", 'true, false or "local"')
     rounded = "none"
     if inputs.values and inputs.flag("symmetric", True) and inputs.integer("num_bits", default=8) == 8:
         rounded = "none" if inputs.text("type", "int") != kind else "dynamic" if inputs.values.get("dynamic") else "static"
@@ -114,12 +118,29 @@ def _scheme(group: Settings, usual_layout: str) -> Scheme:
         blocks=blocks,
         inputs=rounded,
         layout=layout,
-        order=weights.values.get("actorder") in (True, "group"),
+        order=_follows_activations(weights),
     )
 
 
+def _follows_activations(weights: Settings) -> bool:
+    """
+    Raises:
+        CheckpointError: an order that is none of the tool's.
+    """
+    order = weights.values.get("actorder")
+    if order is None or isinstance(order, bool):
+        return bool(order)
+    if (name := weights.text("actorder", "")) not in _ORDERS:
+        raise weights.fail("actorder", "true, false, " + ", ".join(_ORDERS))
+    return _ORDERS[name]
+
+
 def _scheme_of(module: str, schemes: list[Scheme]) -> Scheme:
-    """A module named by itself or by a pattern goes before one named by its class."""
+    """A module named by itself or by a pattern goes before one named by its class.
+
+    Raises:
+        CheckpointError: no group is for it, and they differ.
+    """
     for scheme in schemes:
         for target in scheme.targets:
             try:
@@ -127,7 +148,12 @@ def _scheme_of(module: str, schemes: list[Scheme]) -> Scheme:
                     return scheme
             except re.error as e:
                 raise CheckpointError(f"quantization_config: target {target!r} is not a pattern: {e}.") from None
-    return next((scheme for scheme in schemes if not all(t.startswith("re:") for t in scheme.targets)), schemes[0])
+    by_class = [scheme for scheme in schemes if not all(t.startswith("re:") for t in scheme.targets)]
+    if by_class:
+        return next((scheme for scheme in by_class if "Linear" in scheme.targets), by_class[0])
+    if any(replace(scheme, targets=()) != replace(schemes[0], targets=()) for scheme in schemes):
+        raise CheckpointError(f"quantization_config: no target of its config_groups is for {module}, which is quantised.")
+    return schemes[0]
 
 
 def _storage(scheme: Scheme) -> Storage:
@@ -154,9 +180,28 @@ def _storage(scheme: Scheme) -> Storage:
 
 
 def _read(pieces: Pieces, scheme: Scheme) -> CodedRows:
+    if scheme.symmetric and scheme.kind == "float":
+        _check_no_shift(pieces, "weight_zero_point", "weights")
+    if scheme.inputs == "static":
+        _check_no_shift(pieces, "input_zero_point", "input_activations")
     if scheme.kind == "float":
         return _read_float4(pieces, scheme) if scheme.bits == 4 else _read_float8(pieces, scheme)
     return _read_integers(pieces, scheme)
+
+
+def _check_no_shift(pieces: Pieces, piece: str, section: str) -> None:
+    """Older versions of the tool write zero points of symmetric numbers as well, all of them 0. Others contradict the config, and either of
+    the two is wrong.
+
+    Raises:
+        CheckpointError: a zero point other than 0.
+    """
+    if piece in pieces and bool((pieces.any(piece).float() != 0).any()):
+        raise _shifted(pieces, piece, section)
+
+
+def _shifted(pieces: Pieces, piece: str, section: str) -> CheckpointError:
+    return pieces.fail(piece, f"0 everywhere or left out, for the config says symmetric: true of {section}; one of the two is wrong")
 
 
 def _read_float8(pieces: Pieces, scheme: Scheme) -> CodedRows:
@@ -201,8 +246,10 @@ def _read_integers(pieces: Pieces, scheme: Scheme) -> CodedRows:
     scales, row_block, group = _scales(pieces, scheme, rows, columns)
     middle = 1 << (scheme.bits - 1)
     zeros = torch.full(scales.shape, middle, dtype=torch.int16, device=scales.device)
-    if not scheme.symmetric:
+    if not scheme.symmetric or ("weight_zero_point" in pieces and bool((pieces.any("weight_zero_point").float() != 0).any())):
         zeros = _zero_points(pieces, scheme, tuple(scales.shape), middle)
+        if scheme.symmetric and bool((zeros != middle).any()):
+            raise _shifted(pieces, "weight_zero_point", "weights")
     groups = scales.shape[1]
     return CodedRows(
         codes,
@@ -242,6 +289,9 @@ def _read_float4(pieces: Pieces, scheme: Scheme) -> CodedRows:
         stored = pieces.shaped("weight_scale", torch.float8_e4m3fn, shape=shape)
         scales = pieces.finite("weight_scale", stored).float() / pieces.one("weight_global_scale")
         pieces.finite("weight_global_scale", scales)
+        if bool((scales < 0).any()):
+            negative = "weight_global_scale" if float(pieces.one("weight_global_scale")) < 0 else "weight_scale"
+            raise pieces.fail(negative, "nowhere negative, for it is made of absolute values")
     return float4_rows(packed, scales, 0 if scheme.group == -1 else scheme.group)
 
 

@@ -26,6 +26,7 @@ class _Packing:
     bits: int
     group: int
     zero_offset: int
+    symmetric: bool
     order: bool
     """Inputs were rounded in another order than they come in: `g_idx` says which group each belongs to."""
 
@@ -39,13 +40,13 @@ def gptq(settings: Settings) -> Format:
     if version not in ("gptq", "gptq_v2", "auto_gptq", "auto_round:auto_gptq"):
         raise UnsupportedModel(f"{settings.where}: checkpoint_format {version!r} is not supported. Supported: gptq, gptq_v2.")
     offset = 0 if version == "gptq_v2" else 1
-    usual = _Packing(settings.bits("bits", allowed=_BITS), settings.group_size("group_size"), offset, settings.flag("desc_act"))
+    bits, group = settings.bits("bits", allowed=_BITS), settings.group_size("group_size")
+    usual = _Packing(bits, group, offset, settings.flag("sym", True), settings.flag("desc_act"))
     special = _by_module(settings.section("dynamic"), usual)
 
     def packing_of(module: str) -> _Packing:
         return next((p for pattern, p in special if pattern.match(module)), usual)
 
-    order, symmetric = settings.flag("desc_act"), settings.flag("sym", True)
     left_out = (
         *settings.strings("modules_to_not_convert"),
         *(f"re:{key[2:]}" for key in settings.section("dynamic").values if key.startswith("-:")),
@@ -56,7 +57,7 @@ def gptq(settings: Settings) -> Format:
     def made_up(module: str, shape: tuple[int, int]) -> Storage | None:
         packing = packing_of(module)
         group = max(packing.group, 0)
-        storage = Storage("unsigned", 1 << packing.bits, group=group, zero_points=not symmetric, activation_order=order)
+        storage = Storage("unsigned", 1 << packing.bits, group=group, zero_points=not packing.symmetric, activation_order=packing.order)
         return None if spared(module, shape) is None else storage
 
     names = frozenset(("qweight", "qzeros", "scales", "g_idx"))
@@ -71,14 +72,14 @@ def _by_module(dynamic: Settings, usual: _Packing) -> list[tuple[re.Pattern[str]
             continue
         if not isinstance(values, Mapping):
             raise dynamic.fail(key, "an object")
-        own = Settings({"bits": usual.bits, "group_size": usual.group, "desc_act": usual.order, **values}, f"{dynamic.where}: {key}")
+        inherited = {"bits": usual.bits, "group_size": usual.group, "sym": usual.symmetric, "desc_act": usual.order}
+        own = Settings(inherited | {**values}, f"{dynamic.where}: {key}")
         try:
             pattern = re.compile(key.removeprefix("+:"))
         except re.error as e:
             raise CheckpointError(f"{dynamic.where}: {key!r} is not a pattern: {e}.") from None
-        found.append(
-            (pattern, _Packing(own.bits("bits", allowed=_BITS), own.group_size("group_size"), usual.zero_offset, own.flag("desc_act")))
-        )
+        bits, group = own.bits("bits", allowed=_BITS), own.group_size("group_size")
+        found.append((pattern, _Packing(bits, group, usual.zero_offset, own.flag("sym", True), own.flag("desc_act"))))
     return found
 
 
@@ -93,6 +94,7 @@ def _read(pieces: Pieces, packing: _Packing) -> CodedRows:
     scales = pieces.scales("scales", shape=(groups, rows), why=why)
     zero_words = pieces.shaped("qzeros", torch.int32, shape=(groups, -(-rows * bits // 32)), why=why)
     zeros = (unpacked(zero_words, bits, rows).to(torch.int16) + packing.zero_offset) & ((1 << bits) - 1)
+    _check_version(pieces, packing, zeros)
     return CodedRows(
         unpacked(words.T, bits, columns),
         8 if bits == 8 else 4,
@@ -101,6 +103,22 @@ def _read(pieces: Pieces, packing: _Packing) -> CodedRows:
         group=0 if packing.group == -1 else packing.group,
         group_of=group_index(pieces, "g_idx", columns, groups, packing.group, needed=packing.order),
     )
+
+
+def _check_version(pieces: Pieces, packing: _Packing, zeros: torch.Tensor) -> None:
+    """Symmetric weights have one zero point. Where all of them are off by what the versions differ in, the file is of the other version.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    shift = 1 if packing.zero_offset else -1
+    if packing.symmetric and bool((zeros == (1 << (packing.bits - 1)) + shift).all()):
+        said, meant = ("gptq", "gptq_v2")[:: packing.zero_offset * 2 - 1]
+        raise pieces.fail(
+            "qzeros",
+            f"of the version that the config says (checkpoint_format {said}; left out, it is gptq): its zero points are those of {meant}. "
+            "Correct checkpoint_format in the quantization_config",
+        )
 
 
 def group_index(pieces: Pieces, name: str, columns: int, groups: int, group: int, *, needed: bool) -> torch.Tensor | None:

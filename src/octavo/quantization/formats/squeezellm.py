@@ -39,9 +39,21 @@ def _read(pieces: Pieces, bits: int) -> CodedRows:
     return CodedRows(unpacked(words.T, bits, columns), 4, table=table, outliers=_outliers(pieces, rows, columns))
 
 
+def _speaks_of(pieces: Pieces, values: str, places: str, begins: str = "") -> bool:
+    """Whether there are any of these outliers: none of the tensors, or empty ones, say that there are none.
+
+    Raises:
+        CheckpointError: only some of the tensors are there.
+    """
+    if not any(name in pieces for name in (values, places, begins)):
+        return False
+    said = pieces.any(values).numel() + pieces.any(places).numel()
+    return said > 0 or bool(begins and (pieces.any(begins) != 0).any())
+
+
 def _outliers(pieces: Pieces, rows: int, columns: int) -> Outliers | None:
     found = []
-    if any(name in pieces for name in ("rows", "cols", "vals")) and pieces.any("vals").numel():
+    if _speaks_of(pieces, "vals", "cols", "rows"):
         values = pieces.scales("vals")
         begins = pieces.shaped("rows", torch.int32, torch.int64, shape=(rows + 1,)).long()
         inputs = pieces.shaped("cols", torch.int32, torch.int64, shape=tuple(values.shape)).long()
@@ -52,7 +64,7 @@ def _outliers(pieces: Pieces, rows: int, columns: int) -> Outliers | None:
             raise pieces.fail("cols", f"numbers from 0 to {columns - 1}")
         outputs = torch.arange(rows, device=values.device).repeat_interleave(counts)
         found.append((outputs, inputs, values.float()))
-    if any(name in pieces for name in ("full_rows", "full_row_indices")) and pieces.any("full_rows").numel():
+    if _speaks_of(pieces, "full_rows", "full_row_indices"):
         # Whole outputs kept dense, side by side: those with most outliers.
         full = pieces.finite("full_rows", pieces.of("full_rows", *FLOATS, dims=2)).float()
         if full.shape[0] != columns:

@@ -254,6 +254,10 @@ class RelayedClient:
         return self._report
 
     @property
+    def death(self) -> EngineDead | None:
+        return EngineDead(self._death) if self._state == "dead" else None
+
+    @property
     def restarts(self) -> int:
         return self._restarts
 

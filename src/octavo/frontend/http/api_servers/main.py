@@ -60,7 +60,7 @@ class MainProcess:
         """Serve until SIGTERM or SIGINT.
 
         Raises:
-            OctavoError: the server cannot start, or cannot go on.
+            OctavoError: the server cannot start, or cannot go on: its engine is gone for good, or API servers keep ending.
         """
         from octavo.frontend.http.server import Signals
 
@@ -73,13 +73,13 @@ class MainProcess:
                 await self._client.close()
 
     async def _serve(self, stop: asyncio.Event, stop_now: asyncio.Event, report: Report) -> None:
-        from octavo.frontend.http.server import server_url
+        from octavo.frontend.http.server import death_of, server_url
 
         hub, settings = self._hub, self._settings
         stopping = asyncio.ensure_future(stop.wait())
         insisting = asyncio.ensure_future(stop_now.wait())
         starting = asyncio.ensure_future(hub.start(self._client.start(self._progress)))
-        reporter = failing = None
+        reporter = failing = dying = None
         try:
             begun: set[asyncio.Future[Any]] = {starting, stopping}
             await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
@@ -93,13 +93,16 @@ class MainProcess:
             logger.info("Listening on %s with %d API servers", server_url(settings, self._sockets[0]), len(self._sockets))
             reporter = asyncio.ensure_future(log_throughput(self._client.stats, settings.log_stats_interval))
             failing = asyncio.ensure_future(hub.wait_failed())
-            watched: set[asyncio.Future[Any]] = {failing, stopping}
+            dying = asyncio.ensure_future(death_of(self._client))
+            watched: set[asyncio.Future[Any]] = {failing, dying, stopping}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
                 failing.result()
             await self._drain(insisting)
+            if dying.done():
+                raise dying.result()
         finally:
-            await cancel(starting, stopping, insisting, *(task for task in (reporter, failing) if task is not None))
+            await cancel(starting, stopping, insisting, *(task for task in (reporter, failing, dying) if task is not None))
 
     async def _drain(self, insisting: asyncio.Future[Any]) -> None:
         """Let requests finish until shutdown_timeout or the second signal; then fail the rest."""

@@ -151,7 +151,16 @@ INLINE void copy_scales(const Args& p, const Layout& l, const Range& range, int 
 }
 #endif
 
+// What goes with a lane's rows of a strip and is not copied: what a row of float8 or of a table has, and a zero point that is a whole row's.
 INLINE void fetch_rows(Held (&held)[PER_WARP][2], Row (&row)[2], const Args& p, const Range& range, int strip, int warp, int lane) {
+#if ZEROS && !ALONG
+UNROLL
+  for (int h = 0; h < 2; h++) {
+    const u32 zero = load_zero<true>(p.zeros, strip * 16 + 8 * h + (lane >> 2));
+UNROLL
+    for (int s = 0; s < PER_WARP; s++) held[s][h].zero[0] = zero;
+  }
+#endif
 #if KIND == TABLE || KIND == FLOAT8
 UNROLL
   for (int h = 0; h < 2; h++) {

@@ -1,0 +1,37 @@
+"""Whether there can be a cache for the longest request, asked when the weights are there and before anything as long as that request is made.
+
+Tables of positions grow with the length, a second and gigabytes for millions. For a length for which there is no cache they are made for
+nothing, or end the process. What is left to measure then only makes the cache smaller: who is refused here would be refused there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.base import LayerSpec
+from octavo.attention.select import attention_class, layout_of
+from octavo.config.types import EngineConfig
+from octavo.models.loader import CheckRoom
+from octavo.models.spec import ModelSpec
+from octavo.worker.memory import Budget, CudaMemory, GraphMemory, activation_bound, cpu_budget, cuda_budget, size_kinds
+
+
+def early_room(config: EngineConfig, device: torch.device) -> CheckRoom:
+    """What raises ConfigError where the longest request does not fit."""
+
+    def check(spec: ModelSpec, layers: tuple[LayerSpec, ...], weights: int) -> None:
+        kernels, cache_dtype = attention_class(config, layers), getattr(torch, config.cache.dtype)
+
+        def block_bytes(members: tuple[int, ...]) -> int:
+            return int(kernels.bytes_per_block(tuple(layers[i] for i in members), config.cache.block_size, cache_dtype))
+
+        size_kinds(config, _at_most(config, device, spec, weights), layout_of(config, layers, spec.layer_specs), block_bytes)
+
+    return check
+
+
+def _at_most(config: EngineConfig, device: torch.device, spec: ModelSpec, weights: int) -> Budget:
+    """What will be measured, or more: on a GPU the worst step has not run yet."""
+    if device.type == "cpu":
+        return cpu_budget(config, weights, activation_bound(spec, config, getattr(torch, config.model.dtype).itemsize))
+    return cuda_budget(config, weights, weights, GraphMemory(0, 0), CudaMemory.now(device))
