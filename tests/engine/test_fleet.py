@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ class Cluster:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def deploy(self, *flags: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    def deploy(self, *flags: str, timeout: float = 90, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_ADDRESS": self.address}
         command = [sys.executable, "-m", "octavo", "deploy", *flags, "--host", "127.0.0.1", "--port", str(self.port), "--proxies", "head"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,9 @@ def test_a_fleet_from_its_start_to_its_end(cluster: Cluster, tmp_path: Path) -> 
         prompts_go_to_where_they_are_cached(client)
         asyncio.run(streams_and_their_ends(cluster.url))
         asyncio.run(an_engine_that_is_killed_is_a_pause(cluster.url))
-        asyncio.run(a_replica_that_is_killed_is_said(cluster.url))
+        asyncio.run(a_replica_that_is_lost_is_said(cluster.url, "kill"))
+        asyncio.run(two_replicas_again(cluster.url))
+        asyncio.run(a_replica_that_is_lost_is_said(cluster.url, "suspend"))
         growing = [*fleet, "--max-replicas", "3", "--target-requests", "1", "--upscale-delay", "0"]
         asyncio.run(updates_fail_no_request(cluster, [*two, *growing]))
         assert complete(client, "hi") == "two"
@@ -131,6 +134,27 @@ def test_a_fleet_from_its_start_to_its_end(cluster: Cluster, tmp_path: Path) -> 
         assert complete(client, "hi") == "two"
         assert "fleet octavo has ended" in cluster.deploy("--delete").stdout
     assert not engines()
+
+
+def test_what_a_fleet_has_left_is_in_nobodys_way_and_names_are_as_typed(cluster: Cluster, tmp_path: Path) -> None:
+    """Ray Serve goes on, on the port that it was started with."""
+    args = flags(tmp_path / "three", "three")
+    at = args.index("--served-model-name")
+    del args[at : at + 2]
+    args[0] = os.path.relpath(args[0], tmp_path)
+    broken = cluster.deploy(*args, "--tokenizer", str(tmp_path / "nowhere"), cwd=tmp_path)
+    assert (broken.returncode, "It has been taken away again." in broken.stderr) == (1, True)
+    cluster.port = free_port()
+    started = cluster.deploy(*args, cwd=tmp_path)
+    assert started.returncode == 0, started.stderr
+    url, before = f"http://127.0.0.1:{cluster.port}", cluster.port
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == args[0]
+    cluster.port = free_port()
+    refused = cluster.deploy(*args, "--fleet-name", "other", cwd=tmp_path)
+    assert f"Ray Serve runs in this cluster already, on port {before}, for octavo." in refused.stderr
+    assert httpx.get(f"{url}/health").status_code == 200
+    cluster.port = before
+    assert "fleet octavo has ended" in cluster.deploy("--delete").stdout
 
 
 def replies_are_those_of_a_server(client: httpx.Client) -> None:
@@ -225,16 +249,24 @@ async def much_work_brings_a_replica(url: str) -> None:
             one.cancel()
 
 
-async def a_replica_that_is_killed_is_said(url: str) -> None:
+async def two_replicas_again(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client, asyncio.timeout(60):
+        while len(await running_requests(client)) < 2:
+            await asyncio.sleep(0.2)
+
+
+async def a_replica_that_is_lost_is_said(url: str, how: str) -> None:
     """Its streams end with an error; those of the others go on, and a request that had no answer yet is answered by them."""
     replica = next(p for p in psutil.Process().children(recursive=True) if "ray::ServeReplica:octavo:replica" in " ".join(p.cmdline()))
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         body = {"model": "tiny", "prompt": "slow", "max_tokens": 100, "temperature": 0}
         streams = [asyncio.create_task(client.post("/v1/completions", json={**body, "stream": True})) for _ in range(4)]
+        began = time.monotonic()
         wholes = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
         await asyncio.sleep(0.5)
-        replica.kill()
+        getattr(replica, how)()
         texts = [(await one).text for one in streams]
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
         assert 0 < sum("has ended. Send the request again." in text for text in texts) < len(texts)
         assert [json.loads((await one).content)["choices"][0]["text"] for one in wholes] == ["abcde" * 20] * 4
+        assert time.monotonic() - began < 30

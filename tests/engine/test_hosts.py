@@ -132,6 +132,16 @@ def test_a_killed_host_is_a_pause_for_streams(model: Path, hosts: tuple[Host, Ho
     assert not orphan.is_running()
 
 
+def test_a_killed_host_is_named_by_those_that_only_lose_it(model: Path, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The first host has a rank whose own connections to the lost ones break."""
+    near, far = start(hosts[0], model, 0, "--engine-restarts", "0", kind="both"), start(hosts[1], model, 1, kind="both")
+    near.wait_for("Listening on")
+    with pytest.raises(AssertionError, match=r"Rank [23] \(node 1, 10.231.0.2\) has ended, or its host has"):
+        tokens(tmp_path, PROMPTS[0], 500, lambda: far.process.send_signal(signal.SIGKILL))
+    assert "Traceback" not in near.log
+    assert "ERROR rank 1" not in near.log
+
+
 def test_a_killed_engine_finds_the_other_host_again(model: Path, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     near, far = start(hosts[0], model, 0), start(hosts[1], model, 1)
     near.wait_for("Listening on")

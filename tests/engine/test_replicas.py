@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDead
 from octavo.frontend.replicas import ReplicasClient
 from tests.support.scripts import scripted_args, token_ids
 from tests.support.tiny_models import save_tiny
@@ -54,7 +54,7 @@ async def test_requests_are_spread_and_results_are_whole(tmp_path: Path) -> None
         assert alive(client) == [0, 0, 0]
         assert [load.sequences for load in client._router.loads] == [0, 0, 0]
         stats = await llm.ping()
-        assert stats.generation_tokens == 9 * 50
+        assert (stats.generation_tokens, stats.replicas) == (9 * 50, 3)
         pids = client.engine_pids
     assert not any(psutil.pid_exists(pid) for pid in pids if pid is not None)
 
@@ -73,6 +73,37 @@ async def test_a_killed_replica_is_a_pause_for_its_streams_and_nothing_for_the_o
         assert client.engine_pids[1] == other
         assert client.engine_pids[0] != dead
         assert (llm.restarts, llm.state) == (1, "running")
+
+
+async def test_streams_of_a_replica_that_is_given_up_go_on_with_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with replicas(tmp_path, engine_restarts=0) as (llm, client):
+        whole = (llm.ready_report.num_blocks, llm.ready_report.device)
+        long = SamplingParams(max_tokens=300, output_kind=DELTA)
+        streams = [asyncio.create_task(text(llm.generate(f"slow {i}", long, f"r{i}"))) for i in range(6)]
+        await asyncio.sleep(0.5)
+        assert alive(client) == [3, 3]
+        dead, other = client.engine_pids
+        assert dead is not None and other is not None
+        os.kill(dead, signal.SIGKILL)
+        assert await asyncio.gather(*streams) == ["abcde" * 60] * 6
+        assert "Replica 0: the engine process was ended by SIGKILL" in caplog.text
+        assert "1 of 2 replicas are left; 3 requests go on there" in caplog.text
+        assert (alive(client), [load.sequences for load in client._router.loads]) == ([0, 0], [0, 0])
+        stats = await llm.ping()
+        assert (stats.running, stats.kv_blocks_used, stats.kv_blocks_total) == (0, 0, client._clients[1].stats().kv_blocks_total)
+        assert stats.replicas == 1
+        assert stats.generation_tokens >= 6 * 300 - 6  # what was computed and not delivered is computed again
+        assert llm.ready_report.num_blocks == whole[0] // 2
+        assert llm.ready_report.device == whole[1].replace("2 replicas", "1 of 2 replicas")
+        llm.check_health()
+        last = [asyncio.create_task(text(llm.generate("slow", long, f"last {i}"))) for i in range(2)]
+        await asyncio.sleep(0.3)
+        os.kill(other, signal.SIGKILL)
+        for stream in last:
+            with pytest.raises(EngineDead, match="restarts are off"):
+                await stream
+        with pytest.raises(EngineDead):
+            llm.check_health()
 
 
 async def test_a_request_that_ends_engines_fails_alone(tmp_path: Path) -> None:

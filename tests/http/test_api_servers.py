@@ -355,6 +355,17 @@ def test_one_that_hangs_for_long_is_replaced(checkpoint: Path, tmp_path: Path) -
         assert "it is killed" in server.log
 
 
+def test_one_that_a_signal_has_stopped_is_replaced_in_seconds(checkpoint: Path, tmp_path: Path) -> None:
+    with server_process(tmp_path, scripted_engine(checkpoint, tmp_path, SCRIPT), api_server_count=2) as server:
+        server.wait_ready()
+        victim, survivor = api_servers(server)
+        with closing(connection_to(server, survivor)) as kept:
+            os.kill(victim, signal.SIGSTOP)
+            assert wait_until(lambda: gone(victim) and len(api_servers(server)) == 2, 20)
+            assert kept.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
+        assert f"(process {victim}) has been stopped for " in server.log
+
+
 def test_a_background_response_whose_server_dies_has_failed(checkpoint: Path, tmp_path: Path) -> None:
     config = scripted_engine(checkpoint, tmp_path, {"default": [40] * 4000, "step_delay_ms": 20})
     with server_process(tmp_path, config, api_server_count=2) as server:

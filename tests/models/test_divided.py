@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.models.loader import check_divisible, load_model
 from octavo.models.sharding import Shard, possible_sizes, shard_spec
 from octavo.ops.registry import load_ops
-from octavo.parallel.group import TensorGroup
+from octavo.parallel.group import ALONE, TensorGroup
 from tests.models.contiguous import ContiguousAttend, load, run
 from tests.models.test_parity import CASES, IDS
 from tests.models.test_quantized_models import SIZES as LOW_BIT_SIZES
@@ -105,6 +105,24 @@ def test_stages_compute_what_one_does(tmp_path: Path, name: str, dtype: str) -> 
     _, logits = one_after_the_other(2, stage)
     assert logits is not None
     assert torch.equal(logits, run(load(tmp_path, dtype=dtype), IDS, chunks=[30, 1, 9]))
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_weights_rounded_while_they_are_loaded_are_those_of_one_rank(tmp_path: Path, name: str, method: str) -> None:
+    """A row's scale is that of all its columns, which ranks share."""
+    family, overrides = CASES[name]
+    save_tiny(tmp_path, family, **overrides)
+    config = config_for(tmp_path)
+    config = replace(config, model=replace(config.model, quantization=method))
+
+    def logits(group: TensorGroup) -> torch.Tensor:
+        divided = replace(config, parallel=ParallelConfig(tensor=group.size))
+        return run(load_model(divided, load_ops("cpu"), torch.device("cpu"), lambda *_: None, group), IDS)
+
+    whole = logits(ALONE)
+    for found in together(2, logits):
+        torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
 
 
 QUANTIZED = Path(__file__).parents[1] / "fixtures" / "quantized"

@@ -81,6 +81,7 @@ def _ranks(config: EngineConfig) -> str:
         split.append(f"{parallel.tensor} to a layer")
     hosts = f" on {parallel.nodes.count} hosts" if parallel.nodes.count > 1 else " placed by Ray" if parallel.executor == "ray" else ""
     replica = " of each replica" if parallel.data > 1 else ""
+    hosts += f" that share {parallel.shared_gpus} GPU{'s' * (parallel.shared_gpus > 1)}" if parallel.shared_gpus else ""
     return f"{parallel.world}{hosts} ({', '.join(split)}); the sizes below are those of the first{replica}"
 
 

@@ -90,6 +90,7 @@ def resolve(
     pooling: PoolingConfig | None = None,
     pooling_length: int | None = None,
     node_token: str = "",
+    share_gpus: bool = False,
 ) -> EngineConfig:
     """The configuration that these settings mean for this model on this device.
 
@@ -98,6 +99,7 @@ def resolve(
         hf_config: config.json, or its equivalent made from GGUF metadata.
         pooling: how the model pools, when that is what it is run for. pooling_length: the longest prompt it was made for.
         node_token: the secret that hosts know each other by.
+        share_gpus: more ranks than GPUs are no error: they share them.
 
     Raises:
         ConfigError: a value is out of range or of the wrong kind; the message names the setting.
@@ -108,14 +110,14 @@ def resolve(
     model = _model(args, path, name, hf_config, eos_token_ids, device, warnings, pooling_length)
     model = dataclasses.replace(model, pooling=pooling)
     _check_length(args, model)
-    parallel = _parallel(args, model, device, node_token)
+    parallel = _parallel(args, model, device, node_token, warnings, share_gpus=share_gpus)
     if parallel.world == 1:
         model = _dtype_of_kernels(args, model, device, warnings)
     device = _kernels(args, model, device, parallel, warnings)
     scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
     return EngineConfig(
         model=model,
-        cache=_cache(args, model, device, warnings),
+        cache=_cache(args, model, device, parallel, warnings),
         scheduler=scheduler,
         attention=_attention(args, device, warnings),
         batch_invariant=_batch_invariant(args, model, device),
@@ -333,7 +335,9 @@ def _dtype(args: EngineArgs, hf_config: Mapping[str, Any], device: DeviceInfo, w
     return dtype
 
 
-def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo, node_token: str) -> ParallelConfig:
+def _parallel(
+    args: EngineArgs, model: ModelConfig, device: DeviceInfo, node_token: str, warnings: list[str], *, share_gpus: bool
+) -> ParallelConfig:
     """Who computes the model together. Whether it can be divided so is seen when its config is read."""
     tensor, stages = _whole(args, "tensor_parallel_size"), _whole(args, "pipeline_parallel_size")
     replicas = _whole(args, "data_parallel_size")
@@ -353,10 +357,17 @@ def _parallel(args: EngineArgs, model: ModelConfig, device: DeviceInfo, node_tok
     flag = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if ray and replicas > 1:
         raise ConfigError(f"{flag}: replicas whose ranks Ray places are servers of their own. Leave out --data-parallel-size.")
-    if not ray and device.kind == "cuda" and replicas * parallel.per_node > max(1, device.count):
-        where = "" if parallel.nodes.count == 1 else f" on each of {parallel.nodes.count} hosts"
-        here = "there are" if parallel.nodes.count == 1 else "this one has"
-        raise ConfigError(f"{flag}: needs {replicas * parallel.per_node} GPUs{where}, and {here} {device.count}. Lower it.")
+    needed, gpus = replicas * parallel.per_node, max(1, device.count)
+    if not ray and device.kind == "cuda" and needed > gpus:
+        if share_gpus and parallel.nodes.count == 1:
+            warnings.append(
+                f"OCTAVO_SHARE_GPUS: {needed} ranks share {gpus} GPU{'s' * (gpus > 1)}: right, and slow. For tests of several ranks."
+            )
+            parallel = dataclasses.replace(parallel, shared_gpus=gpus)
+        else:
+            where = "" if parallel.nodes.count == 1 else f" on each of {parallel.nodes.count} hosts"
+            here = "there are" if parallel.nodes.count == 1 else "this one has"
+            raise ConfigError(f"{flag}: needs {needed} GPUs{where}, and {here} {device.count}. Lower it.")
     if device.kind == "cpu" and replicas * parallel.world > MAX_CPU_RANKS:
         raise ConfigError(f"{flag}: at most {MAX_CPU_RANKS} processes on a CPU.")
     if parallel.world > 1 and model.pooling is not None:
@@ -432,10 +443,12 @@ def _kernels(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel:
     )
 
 
-def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo, warnings: list[str]) -> CacheConfig:
+def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: ParallelConfig, warnings: list[str]) -> CacheConfig:
     block_size = _whole(args, "block_size", maximum=256)
     utilization = _positive(args, "gpu_memory_utilization", maximum=1.0)
     assert block_size is not None and utilization is not None
+    if parallel.shared_gpus:
+        utilization /= -(-parallel.world * parallel.data // parallel.shared_gpus)
     memory = _whole(args, "kv_cache_memory_bytes")
     if memory is None and (gib := _positive(args, "cpu_kvcache_space")) is not None:
         memory = int(gib * 2**30)

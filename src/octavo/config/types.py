@@ -152,8 +152,12 @@ class ParallelConfig:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    replica: int = 0
+    """Which of these, for people."""
     first_device: int = 0
     """The GPU of the first rank; the others take those behind it."""
+    shared_gpus: int = 0
+    """GPUs that ranks share where there are more ranks than GPUs, for tests; 0: each has one of its own."""
     whole_experts: bool = False
     """Experts are dealt out to the ranks whole, instead of each being divided."""
     small_sums: bool = True
@@ -166,6 +170,11 @@ class ParallelConfig:
     def world(self) -> int:
         """Ranks of one replica."""
         return self.tensor * self.pipeline
+
+    @property
+    def name(self) -> str:
+        """Of a replica where there are several; else empty."""
+        return f"replica {self.replica}" if self.data > 1 else ""
 
     @property
     def per_node(self) -> int:

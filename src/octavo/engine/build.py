@@ -129,6 +129,15 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
             cluster.close()
         raise
 
+    met: list[Ranks] = []
+
+    def abandon() -> None:
+        """Also while the first rank loads, which it does together with the others."""
+        if cluster is not None:
+            cluster.abandon()
+        for ranks in met:
+            ranks.abandon()
+
     def first(check: Callable[[], None]) -> Worker:
         def check_all() -> None:
             check()
@@ -137,6 +146,7 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
 
         meeting.wait_for_everybody(check_all)
         ranks = _together(meeting, ours, 0)
+        met.append(ranks)
         try:
             return Worker(ours, progress, defer_graphs=defer, ranks=ranks)
         except BaseException:
@@ -150,7 +160,7 @@ def _ranks(config: EngineConfig, progress: Progress, lost: Lost, defer: bool) ->
         module=RANK_MODULE,
         local=range(1, first_far),
         door=door,
-        abandon=nothing if cluster is None else cluster.abandon,
+        abandon=abandon,
         release=nothing if cluster is None else cluster.close,
         lost=lost,
         defer=defer,

@@ -198,7 +198,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     boot: EngineBoot = pickle.load(sys.stdin.buffer)
     die_with_parent(boot.from_main_thread)
-    logging.basicConfig(level=boot.log_level, format="%(levelname)s engine: %(message)s")
+    logging.basicConfig(level=boot.log_level, format=f"%(levelname)s {boot.config.parallel.name or 'engine'}: %(message)s")
     mailbox = Mailbox(boot)
     engine: Core | None = None
     try:

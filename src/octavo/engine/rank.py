@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from collections import deque
 
 from octavo.errors import OctavoError
@@ -17,13 +18,18 @@ from octavo.protocol.ranks import PrepareNow, RankBoot, RankFailed, RankReady, R
 
 logger = logging.getLogger(__name__)
 
+YIELD_SECONDS = 2.0
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Gloo's words."""
+
 
 def main() -> int:
     """Exit code 0 after `StopRank`, 1 after a failure that has been reported or when the engine is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the engine decides
     boot: RankBoot = pickle.load(sys.stdin.buffer)
     die_with_parent(boot.from_main_thread)
-    logging.basicConfig(level=boot.log_level, format=f"%(levelname)s rank {boot.rank}: %(message)s")
+    replica = boot.config.parallel.name
+    logging.basicConfig(level=boot.log_level, format=f"%(levelname)s {replica}{', ' * bool(replica)}rank {boot.rank}: %(message)s")
     try:
         channel = open_channel(boot)
     except OctavoError:
@@ -34,9 +40,21 @@ def main() -> int:
         channel.say(RankFailed(str(e), type(e).__name__))
         return 1
     except Exception as e:
+        if (lost := lost_connection(e)) is not None:
+            # Another one has failed, which is what people should hear of. It is seen to end, if we give that a moment.
+            logger.debug("The rank has lost another one", exc_info=True)
+            time.sleep(YIELD_SECONDS)
+            channel.say(RankFailed(lost))
+            return 1
         logger.exception("The rank failed")
         channel.say(RankFailed(f"{type(e).__name__}: {e}"))
         return 1
+
+
+def lost_connection(error: Exception) -> str | None:
+    """What to say of a failure that only says that another rank is gone; None of others."""
+    text = str(error)
+    return "it has lost its connection to another rank." if any(words in text for words in _LOST) else None
 
 
 def _run(boot: RankBoot, channel: Channel) -> bool:

@@ -50,9 +50,6 @@ class FirstRank(Rank, Protocol):
     def check_ranks(self) -> None:
         """From any thread. Raises EngineDead if its device has given up waiting for another rank."""
 
-    def abandon_ranks(self) -> None:
-        """From any thread. Let its device wait for no other rank any more; results are void."""
-
 
 class RanksExecutor:
     """Implements `executor.base.Executor`.
@@ -63,7 +60,7 @@ class RanksExecutor:
         module: what a rank's process runs.
         local: the ranks to start here.
         door: where the others come in, where there are any; closed with the executor.
-        abandon: called from any thread when all that are elsewhere are to end at once.
+        abandon: called from any thread when all that are elsewhere are to end at once, and rank 0 is to wait for none of them any more.
         release: called when all have ended.
         lost: what to do when a rank is gone; may never return.
         defer: leave for `prepare` what can wait.
@@ -247,8 +244,6 @@ class RanksExecutor:
             for end in self._ends:
                 end.abandon()
             self._abandon()
-            if self._worker is not None:
-                self._worker.abandon_ranks()
 
     def _check_arrivals(self) -> None:
         self._check()

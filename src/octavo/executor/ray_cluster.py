@@ -229,7 +229,8 @@ def connect(who: str, *, start: bool = True, log_to_driver: bool = True) -> Any:
     except ConnectionError as e:
         if os.environ.get("RAY_ADDRESS"):
             raise ConfigError(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster answers there ({str(e).splitlines()[0]})."
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: something listens there, but Ray cannot join it ({str(e).splitlines()[0]}). If it is a "
+                "cluster that asks for a token, set RAY_AUTH_MODE=token, and bring its token in RAY_AUTH_TOKEN or ~/.ray/auth_token."
             ) from None
         if not start:
             raise ConfigError(

@@ -29,6 +29,7 @@ MAX_ONGOING = 10_000
 """Requests that a replica takes: more than an engine lets wait, so that it is the engine that says when it is enough (429)."""
 MAX_INGRESS = 100_000
 POLL_SECONDS = 0.25
+GOING_SECONDS = 15.0
 REMIND_SECONDS = 20.0
 REPLICA, INGRESS = "replica", "router"
 """Names of the two deployments in Ray Serve."""
@@ -168,7 +169,8 @@ def _placed(ray: Any, args: EngineArgs, fleet: FleetSettings) -> tuple[EngineArg
     """
     gpus = hosts_with(ray, "GPU")
     on_gpus = sum(gpus.values()) > 0 if args.device in (None, "auto") else args.device != "cpu"
-    model = os.path.abspath(args.model) if os.path.exists(args.model) else args.model
+    if os.path.exists(args.model):  # a replica's folder is another one; the name stays what was typed
+        args = dataclasses.replace(args, model=os.path.abspath(args.model), served_model_name=args.served_model_name or [args.model])
     if on_gpus:
         each, kind, hosts = args.tensor_parallel_size * args.pipeline_parallel_size, "GPU", gpus
         resources = {"num_gpus": float(each), "num_cpus": fleet.replica_cpus}
@@ -184,25 +186,42 @@ def _placed(ray: Any, args: EngineArgs, fleet: FleetSettings) -> tuple[EngineArg
         )
     if room < fleet.most_replicas:
         logger.warning("--max-replicas %d: as it is now, the cluster has room for %d. %s", fleet.most_replicas, room, listed(hosts))
-    return dataclasses.replace(args, model=model, device="cuda" if on_gpus else "cpu"), resources
+    return dataclasses.replace(args, device="cuda" if on_gpus else "cpu"), resources
 
 
 def _start_serve(server: ServerSettings, fleet: FleetSettings) -> None:
     """
     Raises:
-        ConfigError: Ray Serve runs already, on another port.
+        ConfigError: Ray Serve runs already, on another port, and serves something.
     """
     from ray import serve
     from ray.serve.context import _get_global_client
 
     location = "EveryNode" if fleet.proxies == "every-host" else "HeadOnly"
-    serve.start(proxy_location=location, http_options={"host": server.host or "0.0.0.0", "port": server.port})
-    running = cast(Any, _get_global_client()).http_config
-    if running.port != server.port:
-        raise ConfigError(
-            f"--port {server.port}: Ray Serve runs in this cluster already, on port {running.port}. Give that one, or end it "
-            "(`serve shutdown`)."
-        )
+    for _ in range(2):
+        serve.start(proxy_location=location, http_options={"host": server.host or "0.0.0.0", "port": server.port})
+        port = cast(Any, _get_global_client()).http_config.port
+        if port == server.port:
+            return
+        if _serves_something():
+            break
+        serve.shutdown()  # type: ignore[no-untyped-call]  # what an earlier fleet has left
+    names = ", ".join(sorted(serve.status().applications))
+    raise ConfigError(
+        f"--port {server.port}: Ray Serve runs in this cluster already, on port {port}, for {names}. Give that one, or end it (`serve shutdown`)."
+    )
+
+
+def _serves_something() -> bool:
+    """Not counted is what goes, if it has gone soon."""
+    from ray import serve
+
+    deadline = time.monotonic() + GOING_SECONDS
+    while (apps := serve.status().applications.values()) and all(app.status.value == "DELETING" for app in apps):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    return bool(apps)
 
 
 def _application(args: EngineArgs, server: ServerSettings, fleet: FleetSettings, resources: dict[str, float]) -> Any:

@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from octavo.errors import EngineDead
 from octavo.fleet.call import Call, ReplyHead, make_call
 from octavo.fleet.metrics import merged
+from octavo.fleet.watch import watched
 from octavo.frontend.http.errors import BadBody, ErrorReply, describe
 from octavo.frontend.http.middleware import route_path
 from octavo.frontend.http.sse import OPENAI_STYLE
@@ -45,6 +46,7 @@ class FleetIngress:
     """
 
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+        self._watcher = watched()
         self._replicas = replicas
         self._calls = replicas.options(stream=True)
         self._max_body_bytes = max_body_bytes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config.args import EngineArgs
 from octavo.errors import OctavoError
 from octavo.fleet.call import Call, ReplyHead
+from octavo.fleet.watch import watched
 from octavo.frontend.http.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ModelReplica:
     """
 
     def __init__(self, args: EngineArgs, settings: ServerSettings) -> None:
+        self._watcher = watched()
         self._args = args
         # What is kept on one replica would not be found on the next request's.
         self._settings = dataclasses.replace(settings, response_store_bytes=0)

@@ -99,6 +99,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         pooling=None if pooling is None else pooling.config,
         pooling_length=None if pooling is None else pooling.max_length,
         node_token=node_token(args),
+        share_gpus=os.environ.get("OCTAVO_SHARE_GPUS", "0") not in ("", "0"),
     )
     _check_addresses(config)
     defaults = default_sampling_params(checkpoint, args)

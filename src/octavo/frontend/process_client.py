@@ -87,6 +87,8 @@ class ProcessClient:
 
     def __init__(self, config: EngineConfig, *, suspect_after: int = 2, builder: str = DEFAULT_BUILDER) -> None:
         self._config = config
+        self._who = f"{config.parallel.name.capitalize()}: " if config.parallel.name else ""
+        """Before what is said of this engine, where there are several."""
         self._builder = builder
         self._files = ModelFiles.of(config)
         self._suspect_after = suspect_after
@@ -109,6 +111,8 @@ class ProcessClient:
         self._progress: Progress | None = None
         self.on_stats: Callable[[EngineStats], None] | None = None
         """Called with every new snapshot."""
+        self.on_orphans: Callable[[list[LiveRequest], EngineDead], bool] = lambda orphans, error: False
+        """Called with what is live when the engine is gone for good: whether somebody takes it over."""
         self.vocabulary: Callable[[], Vocabulary] | None = None
         """What an engine must know of the tokens before its first constrained request."""
         self._told_vocabulary: EngineProcess | None = None
@@ -190,10 +194,14 @@ class ProcessClient:
         self.check_alive()
         if bounded:
             self._queue_bound.check(self.num_sequences)
+        self.take_over(LiveRequest(request, sink))
+
+    def take_over(self, live: LiveRequest) -> None:
+        """Go on with a request of another engine, from the tokens it has."""
         if not self._live:
             self._work_since = time.monotonic()
-        live = LiveRequest(request, sink)
-        self._live[request.request_id] = live
+        live.in_flight = False
+        self._live[live.request.request_id] = live
         if self._state == "running" and not self._suspects:
             self._send(live)
 
@@ -340,8 +348,13 @@ class ProcessClient:
     def _die(self, error: EngineDead) -> None:
         self._state = "dead"
         self._death = error
-        logger.error("%s", error)
+        logger.error("%s%s", self._who, error)
+        orphans = list(self._live.values())
+        if self.on_orphans(orphans, error):
+            self._live.clear()
         self._fail_all(error)
+        self._before_restart = self._stats  # what was done stays done, and nothing runs here any more
+        self._on_stats(EngineStats(last_step_time=self._stats.last_step_time, replicas=0))
 
     async def _run(self, process: EngineProcess) -> None:
         """Pass messages on until the engine is dead or hung; always ends by raising _Crash."""
@@ -398,7 +411,7 @@ class ProcessClient:
             raise _Crash(message.message, kind=message.kind, request_id=message.request_id)
 
     def _on_stats(self, stats: EngineStats) -> None:
-        for name in COUNTERS if self.restarts else ():
+        for name in COUNTERS if self.restarts or self._death is not None else ():
             setattr(stats, name, getattr(stats, name) + getattr(self._before_restart, name))
         self._stats = stats
         if self.on_stats is not None:
@@ -451,7 +464,7 @@ class ProcessClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDead("The engine restarted before it answered. Try again."))
-        logger.error("%s; %d live requests", str(crash).rstrip("."), len(self._live))
+        logger.error("%s%s; %d live requests", self._who, str(crash).rstrip("."), len(self._live))
         self._judge(crash)
         while True:
             await self._discard_process()
@@ -464,7 +477,7 @@ class ProcessClient:
                 self._ready = await self._until_ready(self._process)
                 break
             except _Crash as again:
-                logger.error("The engine did not come back: %s", again)
+                logger.error("%sThe engine did not come back: %s", self._who, again)
                 crash = again
         try:
             self._check_files(crash)  # they may have changed while they were read
@@ -474,7 +487,7 @@ class ProcessClient:
         self._state = "running"
         self._before_restart = self._stats
         self._work_since = time.monotonic()
-        logger.warning("The engine is back (process %d); %d requests go on", self._process.pid, len(self._live))
+        logger.warning("%sThe engine is back (process %d); %d requests go on", self._who, self._process.pid, len(self._live))
         if self._suspects:
             self._advance_probation()
         else:

@@ -1,13 +1,14 @@
 """`ReplicasClient`: several engines with the same model behind the interface of one. Each is supervised by a client of its own.
 
 A request goes to one replica and stays there (`routing.py` says which); what is forked from it follows. While a replica restarts, its
-requests wait for it, as they do with one engine, and new ones go to the others.
+requests wait for it, as they do with one engine, and new ones go to the others. When it is gone for good, they go on with the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -16,9 +17,12 @@ from octavo.config.types import EngineConfig
 from octavo.errors import EngineDead, OctavoError
 from octavo.frontend.client import Progress, Sink, State
 from octavo.frontend.process_client import ProcessClient
+from octavo.frontend.replay import LiveRequest
 from octavo.frontend.routing import PrefixRouter
 from octavo.protocol.boot import DEFAULT_BUILDER
 from octavo.protocol.engine import EngineReady, EngineStats, NewRequest, TokenDelta, Vocabulary
+
+logger = logging.getLogger(__name__)
 
 _SUMMED = tuple(f for f in EngineStats.__struct_fields__ if f not in ("step", "last_step_time"))
 
@@ -36,7 +40,7 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     return [
         dataclasses.replace(
             config,
-            parallel=dataclasses.replace(parallel, first_device=parallel.first_device + i * parallel.world),
+            parallel=dataclasses.replace(parallel, replica=i, first_device=parallel.first_device + i * parallel.world),
             device=dataclasses.replace(device, threads=threads),
         )
         for i in range(parallel.data)
@@ -55,6 +59,7 @@ class ReplicasClient:
         self.on_stats: Callable[[EngineStats], None] | None = None
         for client in self._clients:
             client.on_stats = self._on_stats
+            client.on_orphans = self._adopt
 
     @property
     def vocabulary(self) -> Callable[[], Vocabulary] | None:
@@ -107,10 +112,9 @@ class ReplicasClient:
         replica = self._home.get(request.parent_id) if request.parent_id else None
         if replica is None:
             replica = self._router.choose(request.prompt_token_ids, request.extra_key, allowed=self._able())
-        following = _Following(sink, request.sampling.n, lambda: self._ended(replica, request))
+        following = _Following(sink, request.sampling.n, lambda: self._ended(request))
         self._clients[replica].add(request, following, bounded=bounded)
-        self._home[request.request_id] = replica
-        self._router.began(replica, request.request_id, request.sampling.n)
+        self._settle(request, replica)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """See `ProcessClient.abort`."""
@@ -129,10 +133,30 @@ class ReplicasClient:
         for request_id in request_ids:
             self._home.pop(request_id, None)
 
-    def _ended(self, replica: int, request: NewRequest) -> None:
-        self._router.ended(replica, request.request_id)
+    def _settle(self, request: NewRequest, replica: int) -> None:
+        self._home[request.request_id] = replica
+        self._router.began(replica, request.request_id, request.sampling.n)
+
+    def _ended(self, request: NewRequest) -> None:
+        if (replica := self._home.get(request.request_id)) is not None:
+            self._router.ended(replica, request.request_id)
         if not request.hold:
             self._home.pop(request.request_id, None)
+
+    def _adopt(self, orphans: list[LiveRequest], error: EngineDead) -> bool:
+        """Requests of a replica that is gone for good go on with others; False if there are none."""
+        able = self._able()
+        if not able:
+            return False
+        left = sum(client.death is None for client in self._clients)
+        logger.error("%d of %d replicas are left; %d requests go on there", left, len(self._clients), len(orphans))
+        for orphan in orphans:
+            request = orphan.request
+            self._router.ended(self._home[request.request_id], request.request_id)
+            replica = self._router.choose(request.prompt_token_ids, request.extra_key, allowed=able)
+            self._settle(request, replica)
+            self._clients[replica].take_over(orphan)
+        return True
 
     def _able(self) -> set[int]:
         """Replicas that take requests now. What a restarted one had cached is forgotten here."""
@@ -154,10 +178,10 @@ class ReplicasClient:
 
     @property
     def ready_report(self) -> EngineReady:
-        """Of all replicas together: sizes are summed, limits are the smallest."""
-        reports = [client.ready_report for client in self._clients]
-        first = reports[0]
-        several = f"{len(reports)} replicas, each on {first.device}"
+        """Of all replicas together that are left: sizes are summed, limits are the smallest."""
+        reports = [client.ready_report for client in self._clients if client.death is None or self.death is not None]
+        first, all_of_them = reports[0], len(self._clients)
+        several = f"{len(reports)}{f' of {all_of_them}' if len(reports) < all_of_them else ''} replicas, each on {first.device}"
         return msgspec.structs.replace(
             first,
             num_blocks=sum(r.num_blocks for r in reports),

@@ -29,7 +29,8 @@ from octavo.ops.packed import (
     stored_as,
 )
 from octavo.ops.registry import Ops
-from octavo.quantization.on_the_fly import OnTheFly, round_weight
+from octavo.parallel.group import ALONE, TensorGroup
+from octavo.quantization.on_the_fly import OnTheFly, largest_of_rows, round_weight
 from octavo.quantization.pieces import Format, tools_of
 from octavo.quantization.random_codes import Storage, random_rows
 from octavo.weights.arrange import flattened, reordered, stacked, transposed, with_shape
@@ -61,6 +62,7 @@ class Assembly:
         device: torch.device,
         *,
         shard: Shard = WHOLE_MODEL,
+        group: TensorGroup = ALONE,
         prefix: str = "",
         strip: tuple[str, ...] = (),
         ignored: str | None = None,
@@ -70,6 +72,7 @@ class Assembly:
         """
         Args:
             shard: which share of a decoder is kept.
+            group: the ranks that keep the other shares of these layers, and fill them from the same tensors in the same order.
             prefix: what checkpoints of the model without its head leave out in front of every name.
             strip: what some checkpoints put in front of every name.
             ignored: regular expression of tensors that are left out where the model has no place for them.
@@ -81,6 +84,7 @@ class Assembly:
         self._prefix = prefix
         self._strip = strip
         self._rank = shard.rank
+        self._group = group
         self._left_out = None if ignored is None else re.compile(ignored)
         self._ops = ops
         self._dtype = dtype
@@ -281,7 +285,10 @@ class Assembly:
             )
             name = source or self._source_name(parameter.name, parts[0] if parts else None)
             raise CheckpointError(f"The weight {name} holds NaN or infinity: it is damaged.")
-        return round_weight(weight, self._on_the_fly)
+        amax = largest_of_rows(weight)
+        if parameter.shape[1] < self._whole[parameter.name].shape[1]:  # a row's scale is that of all its columns, as on one rank
+            amax = self._group.side_by_side(amax).amax(1, keepdim=True)
+        return round_weight(weight, self._on_the_fly, amax)
 
     def _low_bit(self, parameter: Parameter) -> LinearWeight:
         """A linear layer of which at least a part is stored in few bits."""

@@ -153,6 +153,7 @@ def load_model(
             dtype,
             device,
             shard=shard,
+            group=group,
             prefix=family.prefix,
             on_the_fly=on_the_fly,
             strip=text_part.PREFIXES if text_part.ORIGIN in model.hf_config else (),

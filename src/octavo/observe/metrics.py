@@ -266,6 +266,7 @@ class Metrics(Collector):
             ("vllm:kv_cache_usage_perc", "Share of KV blocks held by live sequences, 0 to 1.", usage),
             ("vllm:gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", usage),
             ("octavo:kv_waste_ratio", "Share of the used KV blocks' room that holds no token, 0 to 1.", max(0.0, waste)),
+            ("octavo:replicas", "Engines, without those that are gone for good.", s.replicas),
             ("octavo:kv_blocks_total", "KV blocks.", s.kv_blocks_total),
             ("octavo:kv_blocks_used", "KV blocks held by live sequences.", s.kv_blocks_used),
             ("octavo:kv_blocks_cached", "KV blocks that hold evictable cached prefixes.", s.kv_blocks_cached),

@@ -26,6 +26,7 @@ from octavo.ops.triton.launch import compiles_only
 from octavo.ops.triton.turns import EARLY, overlap
 from octavo.parallel.group import Rows
 from octavo.parallel.sum_table import FusedLimits, fused_limits
+from octavo.parallel.symmetric import share, side_stream
 
 REPLAYS = 20
 POLL_SECONDS = 0.001
@@ -88,6 +89,9 @@ class FusedSums:
         self._buffer: torch.Tensor | None = None
         self._handle: Any = None
         self._place: Place | None = None
+        self._side: torch.cuda.Stream | None = None
+        """To tell kernels that run that another rank is given up."""
+        self._given_up: torch.Tensor | None = None
 
     @property
     def described(self) -> str:
@@ -115,8 +119,6 @@ class FusedSums:
 
     def open(self) -> str | None:
         """See `Trial.open`. All ranks have zeros when it has gone well on all."""
-        from torch.distributed import _symmetric_memory as symmetric
-
         assert self._limits is not None
         words = Region(0, 2 * self._row_bytes, self._size, max(1, self._limits.words // self._row_bytes))
         plain = Region(words.end, self._row_bytes, self._size, max(1, self._limits.most // self._row_bytes))
@@ -125,13 +127,13 @@ class FusedSums:
             compiled.prepare(way.form, self._device)
         for way in self._ways():
             compiled.kernel(way.form, self._device)
-        self._buffer = symmetric.empty(plain.end, dtype=torch.uint8, device=self._device)
-        self._handle = symmetric.rendezvous(self._buffer, self._group)
+        self._buffer, self._handle = share(plain.end, self._group, self._device)
         self._buffer.zero_()
         epochs = torch.zeros(1 + max(words.rows, plain.rows), dtype=torch.int32, device=self._device)
         missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         memory = tuple(self._handle.get_buffer(rank, (plain.end,), torch.uint8).data_ptr() for rank in range(self._size))
         self._place = Place(self._rank, memory, epochs, missing)
+        self._side, self._given_up = side_stream(self._device), torch.ones(1, dtype=torch.int32, pin_memory=True)
         torch.cuda.synchronize(self._device)
         return None
 
@@ -177,7 +179,7 @@ class FusedSums:
             return torch.randn(count, dim, generator=generator, device=self._device).to(dtype)
 
         begin, x = numbers(rows, 0), numbers(rows, 2 + self._rank)
-        total = self._reference(x.float())
+        total = self._reference(x.to(torch.float32, copy=True))
         once = (total + begin.float()).to(dtype)
         return _Case(begin, x, numbers(1, 1)[0], once, (2 * total + once.float()).to(dtype))
 
@@ -221,6 +223,14 @@ class FusedSums:
         self._place = None
         self._handle = None
         self._buffer = None
+        self._side = None
+
+    def abandon(self) -> None:
+        """From any thread: sums wait for no other rank any more, and are void."""
+        if self._place is not None and self._side is not None and self._given_up is not None:
+            with torch.cuda.stream(self._side):
+                self._place.epochs[:1].copy_(self._given_up, non_blocking=True)
+                self._side.synchronize()
 
     # Sums
 

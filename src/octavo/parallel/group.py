@@ -101,10 +101,11 @@ class Ranks:
     """Leave the others."""
 
     def device(self, kind: str, parallel: ParallelConfig) -> torch.device:
-        """What this rank computes on: a GPU of its own, or the CPU that all share."""
+        """What this rank computes on: a GPU of its own, or what all share."""
         if kind != "cuda" or parallel.world * parallel.data == 1:
             return torch.device(kind)
-        return torch.device(kind, parallel.first_device + self.local_rank)
+        index = parallel.first_device + self.local_rank
+        return torch.device(kind, index % parallel.shared_gpus if parallel.shared_gpus else index)
 
 
 ONE_RANK = Ranks()

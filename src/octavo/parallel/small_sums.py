@@ -30,6 +30,12 @@ class SmallSums(Protocol):
     def sum(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum of all ranks' x; None where that is not for this way. Which it is depends on nothing that could differ between ranks."""
 
+    def abandon(self) -> None:
+        """From any thread: sums wait for no other rank any more, and are void."""
+
+    def close(self) -> None:
+        """It will not be used any more."""
+
 
 class Trial(Protocol):
     """A way that has not proved itself. Its steps are called in this order, each only after the one before has gone well on all ranks."""
@@ -44,7 +50,7 @@ class Trial(Protocol):
         """What is wrong with its sums; None if they are right. Returns in time, even if they do not end."""
 
     def close(self) -> None:
-        """It will not be used."""
+        """It will not be used any more."""
 
 
 class Candidate(SmallSums, Trial, Protocol):
@@ -56,20 +62,21 @@ class Verdict:
     """Which way sums go, and why."""
 
     small: SmallSums | None
-    """None: all of them through NCCL."""
+    """None: all of them as large ones go."""
     words: str
 
 
-def what_fails(candidate: Trial, smallest: Callable[[int], int]) -> str | None:
+def what_fails(candidate: Trial, smallest: Callable[[int], int], seconds: float = TEST_SECONDS) -> str | None:
     """Goes through the steps of a trial. None if all have gone well on all ranks; else a reason, on every rank, and it is closed.
 
     Args:
         smallest: of the numbers that all ranks give.
+        seconds: for the test.
 
     Raises:
         OctavoError: a test has left a GPU unusable.
     """
-    for step in (candidate.unusable, candidate.open, lambda: candidate.test(TEST_SECONDS)):
+    for step in (candidate.unusable, candidate.open, lambda: candidate.test(seconds)):
         why: str | None
         try:
             why = step()
@@ -84,15 +91,19 @@ def what_fails(candidate: Trial, smallest: Callable[[int], int]) -> str | None:
     return None
 
 
-def try_out(candidate: Candidate, smallest: Callable[[int], int]) -> Verdict:
-    """The verdict, the same on every rank. See `what_fails`."""
+def try_out(candidate: Candidate, smallest: Callable[[int], int], *, seconds: float = TEST_SECONDS, otherwise: str = "NCCL") -> Verdict:
+    """The verdict, the same on every rank. See `what_fails`.
+
+    Args:
+        otherwise: what adds up all else, for people.
+    """
     began = time.monotonic()
-    why = what_fails(candidate, smallest)
+    why = what_fails(candidate, smallest, seconds)
     if why is not None:
-        return Verdict(None, f"NCCL for all sizes: {why}")
+        return off(why, otherwise)
     return Verdict(candidate, f"{candidate.described}; self-test passed in {time.monotonic() - began:.1f} s")
 
 
-def off(words: str) -> Verdict:
+def off(words: str, otherwise: str = "NCCL") -> Verdict:
     """Nothing to try."""
-    return Verdict(None, f"NCCL for all sizes: {words}")
+    return Verdict(None, f"{otherwise} for all sizes: {words}")

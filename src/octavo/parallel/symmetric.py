@@ -1,4 +1,4 @@
-"""`SymmetricSums`: small sums over the GPUs of one host by reading each other's memory (torch's symmetric memory, over NVLink).
+"""Memory that the GPUs of one host read of each other (torch's symmetric memory, over NVLink), and `SymmetricSums`: small sums through it.
 
 One buffer a rank, which all have mapped, taken once and never moved: so its sums can be captured. A kernel waits for its like on the other
 GPUs before it reads and before it ends; so the buffer is free again when it has ended. NVLink multicast is never used (`protocol.boot.NO_MULTICAST`).
@@ -6,7 +6,9 @@ GPUs before it reads and before it ends; so the buffer is free again when it has
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -29,6 +31,86 @@ OLDEST = (8, 0)
 REPLAYS = 20
 POLL_SECONDS = 0.001
 FREE_SECONDS = 2.0
+LET_GO_SECONDS = 0.0002
+
+
+class _Shared:
+    """How often this process has shared memory. torch numbers what the processes tell each other for it, from the start of each: one that
+    has had another engine before and one that is new would wait for each other's numbers."""
+
+    times = 0
+
+
+def share(nbytes: int, group: ProcessGroup, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """So many bytes of this GPU that the others of a group see, and the handle of all. They all call it."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    _Shared.times += 1
+    return buffer, symmetric.rendezvous(buffer, group)
+
+
+def catch_up(smallest: Callable[[int], int], alone: Callable[[], ProcessGroup], device: torch.device) -> None:
+    """Before the ranks of an engine share memory for the first time: all count from the same number. See `_Shared`.
+
+    Args:
+        smallest: of the numbers that all ranks of the engine give.
+        alone: makes a group of this rank alone; called by all or by none.
+    """
+    least, most = smallest(_Shared.times), -smallest(-_Shared.times)
+    if least == most:
+        return
+    group = alone()
+    with contextlib.suppress(Exception):  # then they wait in vain, and do without
+        while _Shared.times < most:
+            share(ALIGNMENT, group, device)
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For what is said to kernels that run: it must not be in a queue behind them, so it has another priority. Only for copies from
+    pinned memory: a kernel that is used for the first time may be loaded only when nothing runs."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+class Signals:
+    """What kernels wait for that use a piece of shared memory; of those that would wait for ever, the way out.
+
+    A kernel puts a 1 in each rank's pad, once there is a 0, and takes a 1 of each rank out of its own. Here it gets what it waits for.
+    """
+
+    def __init__(self, handle: Any, device: torch.device) -> None:
+        self._handle = handle  # its pads do not own what they show
+        ranks = range(handle.world_size)
+        self._own, *self._others = (handle.get_signal_pad((handle.rank + further) % len(ranks)).view(torch.int32) for further in ranks)
+        given = torch.ones_like(self._own, device="cpu")
+        # What some kernels put into their own pad they take out of it. They need both numbers there, in turns.
+        without = given.clone()
+        without[handle.rank :: handle.world_size] = 0
+        pinned = device.type == "cuda"
+        self._given = itertools.cycle([numbers.pin_memory() if pinned else numbers for numbers in (given, without)])
+        self._taken = torch.zeros_like(given, pin_memory=pinned)
+        self._stream = side_stream(device) if pinned else None
+        self._closed = threading.Event()
+
+    def let_go(self) -> None:
+        """Of one signal each or of none: to be called until all have gone. From any thread, but from one."""
+        with torch.cuda.stream(self._stream):
+            self._own.copy_(next(self._given), non_blocking=True)
+            for pad in self._others:
+                pad.copy_(self._taken, non_blocking=True)
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def let_go_for_good(self) -> None:
+        """Nobody waits any more, until `close`. Does not wait for that either."""
+        threading.Thread(target=self._keep_letting_go, name="octavo-signals", daemon=True).start()
+
+    def _keep_letting_go(self) -> None:
+        while not self._closed.wait(LET_GO_SECONDS):
+            self.let_go()
+
+    def close(self) -> None:
+        self._closed.set()
 
 
 class SymmetricSums:
@@ -39,6 +121,7 @@ class SymmetricSums:
         reference: adds up in the way that is known to work; for the test.
         smallest: of the numbers that all ranks of the group give, through the CPU.
         limits: None takes those of the table.
+        otherwise: what takes the rest, for people.
     """
 
     def __init__(
@@ -51,6 +134,7 @@ class SymmetricSums:
         reference: Callable[[torch.Tensor], torch.Tensor],
         smallest: Callable[[int], int],
         limits: Limits | None = None,
+        otherwise: str = "NCCL",
     ) -> None:
         self._group = group
         self._name = group.group_name
@@ -60,16 +144,17 @@ class SymmetricSums:
         self._reference = reference
         self._smallest = smallest
         self._limits = limits
+        self._otherwise = otherwise
         self._views: dict[torch.dtype, torch.Tensor] = {}
         """The buffer, as numbers of each type."""
-        self._handle: Any = None
+        self._signals: Signals | None = None
 
     @property
     def described(self) -> str:
         assert self._limits is not None
         one, two = self._limits.one_shot, self._limits.two_shot
         further = f", in two shots up to {two >> 10} KiB" if two > one else ""
-        return f"symmetric memory in one shot up to {one >> 10} KiB{further}, NCCL above"
+        return f"symmetric memory in one shot up to {one >> 10} KiB{further}, {self._otherwise} above"
 
     # Trying out
 
@@ -92,12 +177,9 @@ class SymmetricSums:
 
     def open(self) -> str | None:
         """See `Candidate.open`."""
-        from torch.distributed import _symmetric_memory as symmetric
-
         assert self._limits is not None
-        nbytes = max(self._limits.one_shot, self._limits.two_shot)
-        buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._handle = symmetric.rendezvous(buffer, self._group)
+        buffer, handle = share(max(self._limits.one_shot, self._limits.two_shot), self._group, self._device)
+        self._signals = Signals(handle, self._device)
         self._views = {dtype: buffer.view(dtype) for dtype in DTYPES}
         return None
 
@@ -160,28 +242,27 @@ class SymmetricSums:
             ConfigError: it does not end. The GPU cannot be used by this process any more.
         """
         words = f"a sum did not end within {seconds:g} s"
-        # A kernel puts a 1 in each of the others' pads, once there is a 0, and takes a 1 out of its own. It gets what it waits for.
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        assert self._signals is not None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         deadline = time.monotonic() + FREE_SECONDS
-        with torch.cuda.stream(side):
-            own, *others = (
-                self._handle.get_signal_pad((self._rank + further) % self._size).view(torch.int32) for further in range(self._size)
-            )
-            while not event.query():  # type: ignore[no-untyped-call]
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"Symmetric memory: {words}, and cannot be ended. Start again with --disable-custom-all-reduce.")
-                own.fill_(1)
-                for pad in others:
-                    pad.zero_()
-                side.synchronize()
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise ConfigError(f"Symmetric memory: {words}, and cannot be ended. Start again with --disable-custom-all-reduce.")
+            self._signals.let_go()
         return words
+
+    def abandon(self) -> None:
+        """See `SmallSums.abandon`."""
+        if self._signals is not None:
+            self._signals.let_go_for_good()
 
     def close(self) -> None:
         """See `Candidate.close`."""
         self._views = {}
-        self._handle = None
+        if self._signals is not None:
+            self._signals.close()
+        self._signals = None
 
     # Sums
 

@@ -189,6 +189,8 @@ class EngineStats(msgspec.Struct):
     step_tokens: int = 0
     """Tokens in the last step."""
     rejected: int = 0
+    replicas: int = 1
+    """Engines that this is of, without those that are gone for good."""
 
 
 class StepOutputs(msgspec.Struct, tag="outputs"):

@@ -203,10 +203,6 @@ class Worker:
         """
         self._ranks.check()
 
-    def abandon_ranks(self) -> None:
-        """From any thread: wait for no other rank any more. The results of steps under way are void."""
-        self._ranks.abandon()
-
     def preparation_due(self, *, idle: bool) -> bool:
         """Whether `prepare` would do something."""
         return bool(self._later) and (idle or time.perf_counter() >= self._next_capture)

@@ -132,6 +132,19 @@ def test_a_rank_that_does_not_come_is_named_and_not_waited_for_again(way: tuple[
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_ends_what_waits(way: tuple[bool, bool]) -> None:
+    gpus = Gpus(2, torch.bfloat16, 128, (way,))
+    form, first = gpus.forms[0], gpus.ranks[0]
+    with ThreadPoolExecutor(1) as pool:  # the second does not come
+        waiting = pool.submit(first.sum, form, gpus.regions[form.words], torch.randn(2, 128).bfloat16(), gpus.weight, 1, 60.0)
+        time.sleep(0.2)
+        assert not waiting.done()
+        first.place.epochs[:1].fill_(1)
+        waiting.result(10)
+    assert first.place.missing.item() == 0
+
+
 @pytest.mark.parametrize(
     ("dtype", "dim", "taken"),
     [

@@ -63,6 +63,7 @@ def test_the_report_adds_up() -> None:
         ({"pipeline": 2}, "2 (2 stages); the sizes below are those of the first"),
         ({"tensor": 2, "pipeline": 3, "data": 2}, "6 (3 stages, 2 to a layer); the sizes below are those of the first of each replica"),
         ({"tensor": 4, "nodes": NodesConfig(count=2)}, "4 on 2 hosts (4 to a layer); the sizes below are those of the first"),
+        ({"tensor": 2, "shared_gpus": 1}, "2 that share 1 GPU (2 to a layer); the sizes below are those of the first"),
         ({"tensor": 4, "executor": "ray"}, "4 placed by Ray (4 to a layer); the sizes below are those of the first"),
     ],
 )

@@ -18,8 +18,9 @@ GPUS = DeviceInfo("cuda", "test gpu", 140 << 30, 140 << 30, 16, (9, 0), count=2)
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 4096, "dtype": "bfloat16"}
 
 
-def make(device: DeviceInfo = CPU, **settings: Any) -> EngineConfig:
-    return resolve(EngineArgs(**settings), path="/m", name="m", hf_config=LLAMA, eos_token_ids=(), device=device, node_token="secret")
+def make(device: DeviceInfo = CPU, *, share_gpus: bool = False, **settings: Any) -> EngineConfig:
+    more: dict[str, Any] = {"node_token": "secret", "share_gpus": share_gpus}
+    return resolve(EngineArgs(**settings), path="/m", name="m", hf_config=LLAMA, eos_token_ids=(), device=device, **more)
 
 
 def test_ranks_are_dealt_out_in_order() -> None:
@@ -62,6 +63,18 @@ def test_experts_are_dealt_out_to_the_ranks_of_a_layer_only() -> None:
     said = "--enable-expert-parallel has no effect without --tensor-parallel-size"
     assert any(w.startswith(said) for w in make(pipeline_parallel_size=2, enable_expert_parallel=True).warnings)
     assert not any(w.startswith(said) for w in make(tensor_parallel_size=2, enable_expert_parallel=True).warnings)
+
+
+def test_ranks_share_gpus_where_that_is_allowed_and_there_are_too_few() -> None:
+    config = make(GPUS, share_gpus=True, tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    assert (config.parallel.shared_gpus, config.cache.memory_utilization) == (2, 0.9 / 4)
+    assert "OCTAVO_SHARE_GPUS: 8 ranks share 2 GPUs: right, and slow. For tests of several ranks." in config.warnings
+    enough = make(GPUS, share_gpus=True, tensor_parallel_size=2)
+    assert (enough.parallel.shared_gpus, enough.cache.memory_utilization) == (0, 0.9)
+    assert not any("OCTAVO_SHARE_GPUS" in warning for warning in enough.warnings)
+    with pytest.raises(ConfigError, match="needs 4 GPUs on each of 2 hosts"):
+        make(GPUS, share_gpus=True, nnodes=2, tensor_parallel_size=8)
+    assert make(share_gpus=True, tensor_parallel_size=2).parallel.shared_gpus == 0  # a CPU is shared anyway
 
 
 def test_ray_may_have_more_gpus_than_this_host() -> None:

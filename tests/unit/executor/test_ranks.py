@@ -33,9 +33,6 @@ class FirstRank:
         assert self.over.wait(30)
         raise RuntimeError("whatever came of it")
 
-    def abandon_ranks(self) -> None:
-        """Nothing waits but for `over`."""
-
     def shutdown(self) -> None:
         """Nothing to release."""
 

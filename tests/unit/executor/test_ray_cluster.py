@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +24,17 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_addresses_that_cannot_be(address: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ray_cluster._knock(address)
+
+
+def test_a_cluster_that_does_not_let_us_in_is_no_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("Failed to connect\nand much more")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"something listens there.*\(Failed to connect\)\. .*RAY_AUTH_MODE=token"):
+            ray_cluster.connect("anybody")
 
 
 @pytest.mark.parametrize(("visible", "given", "index"), [("", ("3",), 3), ("4,5", ("5",), 1), ("", (), 0), ("GPU-a,GPU-b", ("GPU-b",), 1)])

@@ -13,7 +13,7 @@ from octavo.errors import EngineDead
 from octavo.models.loader import normed_rows
 from octavo.ops.cuda import sum_norm
 from octavo.ops.cuda.sum_norm import Form, Place, Region
-from octavo.parallel.distributed import DistributedGroup
+from octavo.parallel.distributed import DistributedGroup, Library
 from octavo.parallel.fused_sums import FusedSums
 from octavo.parallel.group import ALONE, Rows
 from octavo.parallel.sum_table import ASSUMED, ASSUMED_FUSED, MEASURED_FUSED, FusedLimits, fused_limits
@@ -97,7 +97,7 @@ def test_what_is_not_there_yet_is_not_used(launches: Launches) -> None:
 
 def test_a_rank_that_did_not_come_is_named_by_its_number_among_all() -> None:
     sums = opened()
-    group = DistributedGroup(None, 1, 4, fused=sums)  # type: ignore[arg-type]
+    group = DistributedGroup(Library(None), 1, 4, fused=sums)
     group.check()
     assert sums._place is not None
     sums._place.missing[0] = 1 + 2
@@ -108,10 +108,10 @@ def test_a_rank_that_did_not_come_is_named_by_its_number_among_all() -> None:
 def test_groups_without_it_leave_it_to_the_kernels_apart(launches: Launches) -> None:
     x = torch.zeros(2, DIM, dtype=torch.bfloat16)
     assert ALONE.add_norm(x, x, x[0], 1e-5) is None
-    plain = DistributedGroup(None, 1, 4)  # type: ignore[arg-type]
+    plain = DistributedGroup(Library(None), 1, 4)
     assert plain.add_norm(x, x, x[0], 1e-5) is None
     plain.check()
-    fused = DistributedGroup(None, 1, 4, fused=opened())  # type: ignore[arg-type]
+    fused = DistributedGroup(Library(None), 1, 4, fused=opened())
     assert fused.add_norm(x, x, x[0], 1e-5) == (x, x)
     assert len(launches.forms) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.parallel.distributed import DistributedGroup
+from octavo.parallel import symmetric
+from octavo.parallel.distributed import DistributedGroup, Library
 from octavo.parallel.small_sums import Verdict, off, try_out
 from octavo.parallel.sum_table import ASSUMED, Limits, limits
-from octavo.parallel.symmetric import ALIGNMENT, RANKS, SymmetricSums, choose
+from octavo.parallel.symmetric import ALIGNMENT, RANKS, Signals, SymmetricSums, choose
 from octavo.protocol.boot import NO_MULTICAST, child_environment
 
 STEPS = ("unusable", "open", "test")
@@ -69,6 +71,9 @@ class Scripted:
     def close(self) -> None:
         self.called.append("close")
 
+    def abandon(self) -> None:
+        self.called.append("abandon")
+
     def sum(self, x: torch.Tensor) -> torch.Tensor | None:
         return 2 * x if x.numel() == 4 else None
 
@@ -102,6 +107,11 @@ def test_one_rank_that_fails_at_any_step_is_enough_for_all(step: str, error: Exc
     assert well.called == ill.called == [*STEPS[: STEPS.index(step) + 1], "close"]
 
 
+def test_what_takes_the_rest_is_named() -> None:
+    assert try_out(Scripted("test"), lambda number: number, otherwise="pigeons").words == "pigeons for all sizes: no test"
+    assert off("asked for", "pigeons").words == "pigeons for all sizes: asked for"
+
+
 def test_a_gpu_that_is_lost_is_no_fall_back() -> None:
     with pytest.raises(ConfigError, match="cannot be ended"):
         try_out(Scripted("test", ConfigError("cannot be ended")), lambda number: number)
@@ -110,14 +120,18 @@ def test_a_gpu_that_is_lost_is_no_fall_back() -> None:
 def test_a_group_asks_the_quick_way_first_and_takes_the_other_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     slow: list[int] = []
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: slow.append(x.numel()))
-    group = DistributedGroup(None, 0, 2, small=Scripted())  # type: ignore[arg-type]
+    small, library = Scripted(), Library(None)
+    group = DistributedGroup(library, 0, 2, small=small)
     four, five = torch.ones(4), torch.ones(5)
     assert torch.equal(group.sum(four), torch.full((4,), 2.0))
     assert group.sum(five) is five
     assert slow == [5]
-    assert DistributedGroup(None, 0, 2).sum(four) is four  # type: ignore[arg-type]
+    assert DistributedGroup(library, 0, 2).sum(four) is four
     assert slow == [5, 4]
-    assert DistributedGroup(None, 0, 1, small=Scripted()).sum(four) is four  # type: ignore[arg-type]
+    assert DistributedGroup(library, 0, 1, small=Scripted()).sum(four) is four
+    group.abandon()
+    group.close()
+    assert small.called == ["abandon", "close"]
 
 
 TABLE = Limits(one_shot=1024, two_shot=4096)
@@ -226,6 +240,74 @@ def test_sums_leave_what_they_add_and_come_in_the_callers_shape(monkeypatch: pyt
     assert sums.sum(torch.zeros(8, 1024)) is None
     assert operations.called == [("one_shot", 512), ("two_shot", 2048), ("one_shot", 256)]
     assert sums.described == "symmetric memory in one shot up to 1 KiB, in two shots up to 4 KiB, NCCL above"
+
+
+def test_a_process_that_has_shared_memory_before_and_a_new_one_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In threads for ranks, of which the first has had engines before."""
+    here, made, everybody = threading.local(), list[tuple[int, int]](), Everybody(2)
+
+    class Shared:
+        @property
+        def times(self) -> int:
+            return int(here.times)
+
+    def share(nbytes: int, group: int, device: torch.device) -> None:
+        made.append((group, nbytes))
+        here.times += 1
+
+    monkeypatch.setattr(symmetric, "_Shared", Shared())
+    monkeypatch.setattr(symmetric, "share", share)
+
+    def rank(number: int) -> int:
+        for times in ((3, 0), (2, 2)):
+            here.times = times[number]
+            symmetric.catch_up(everybody.as_rank(number), lambda: number, torch.device("cpu"))
+        return int(here.times)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(rank, range(2))) == [2, 2]
+    assert made == [(1, ALIGNMENT)] * 3
+
+
+class Pads:
+    """Two ranks' pads, as the handle of one shows them."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self) -> None:
+        self.pads = [torch.zeros(8, dtype=torch.int32) for _ in range(2)]
+
+    def get_signal_pad(self, rank: int) -> torch.Tensor:
+        return self.pads[rank]
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_kernels_that_wait_for_a_lost_rank_are_let_go(itself: bool) -> None:
+    """Whether they signal to themselves, as sums do, or do not, as barriers: many, one after the other."""
+    pads = Pads()
+    signals = Signals(pads, torch.device("cpu"))
+    ended = threading.Event()
+
+    def kernels() -> None:
+        def becomes(pad: torch.Tensor, at: int, before: int, after: int) -> None:
+            deadline = time.monotonic() + 20
+            while int(pad[at]) != before:
+                assert time.monotonic() < deadline
+                time.sleep(1e-5)
+            pad[at] = after
+
+        for _ in range(20):
+            for other in (0, 1) if itself else (1,):
+                becomes(pads.pads[other], 0, 0, 1)
+                becomes(pads.pads[0], other, 1, 0)
+        ended.set()
+
+    thread = threading.Thread(target=kernels, daemon=True)
+    thread.start()
+    assert not ended.wait(0.2)
+    signals.let_go_for_good()
+    assert ended.wait(20)
+    signals.close()
 
 
 def test_processes_that_are_started_use_no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ from octavo.protocol.engine import (
     TokenDelta,
     Vocabulary,
 )
+from octavo.protocol.stopped import STOPPED_SECONDS, StoppedClock
 
 logger = logging.getLogger("octavo.server")
 
@@ -89,6 +90,8 @@ class _Member:
     """Seconds since it said anything, as far as we were awake to hear it."""
     asked: float = 0.0
     """`silent` when it was last asked whether it lives."""
+    stopped: StoppedClock | None = None
+    """Of its process."""
 
     def send(self, message: ToApiServer) -> None:
         if self.process is not None:
@@ -210,6 +213,7 @@ class ApiServerHub:
         member.process = ChildProcess(
             "octavo.frontend.http.api_servers.process", boot, FromApiServer, pass_fds=(self._listen_fds[number], self._board.fd)
         )
+        member.stopped = StoppedClock(member.process.pid)
         if ready:
             member.send(self._client.ready_report)
 
@@ -304,7 +308,13 @@ class ApiServerHub:
     def _listen_for(self, member: _Member, process: ChildProcess[ToApiServer, FromApiServer], awake: float) -> None:
         """Nobody else can see that one of several hangs: a health check would be answered by another."""
         member.silent += awake
-        if member.silent > self._hang_timeout:
+        stopped = 0.0 if member.stopped is None else member.stopped.seconds()
+        if stopped >= STOPPED_SECONDS:
+            logger.error(
+                "API server %d (process %d) has been stopped for %.0f s, by a signal; it is killed.", member.number, process.pid, stopped
+            )
+            process.kill()
+        elif member.silent > self._hang_timeout:
             logger.error("API server %d has said nothing for %.0f s; it is killed.", member.number, member.silent)
             process.kill()
         elif member.silent - member.asked >= HEARTBEAT:

@@ -18,7 +18,7 @@ struct Args {
   u8* out;            // may be x
   u8* slots[RANKS];   // each GPU's, as this one sees them
   u8* own;            // this one's among them
-  u32* epochs;        // of rows; before the first: whether a rank has been given up
+  u32* epochs;        // of rows; before the first: whether a rank has been given up, by a kernel or by the host
   u32* missing;       // on the host: 1 + the rank that has been given up
   u64 flags_at;       // in slots
   u64 patience;       // nanoseconds
@@ -85,10 +85,10 @@ INLINE bool ends(Patience& patience, int rank) {
   if (++patience.spins % SPINS) return false;
   const u64 now = nanoseconds();
   if (patience.until == 0) patience.until = now + patience.length;
+  if (announced(patience.given_up)) return patience.over = 1;
   if (now < patience.until) return false;
   put_number(patience.given_up, 1), tell_host(patience.missing, 1 + rank);
-  patience.over = 1;
-  return true;
+  return patience.over = 1;
 }
 
 // Without WORDS: until the ranks in `from`'s bits have announced a row. For all threads of a block.
