@@ -72,6 +72,19 @@ async def test_killed_in_mid_stream_every_stream_goes_on_with_the_same_tokens() 
         assert client.state == "running"
 
 
+async def test_an_engine_that_is_stopped_while_it_starts_is_said() -> None:
+    client = ProcessClient(tiny_config())
+    client.spawn()
+    pid = client.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(
+        EngineDead, match=r"^The engine could not start: the engine process has been stopped for \d+ seconds, by a signal, while it"
+    ):
+        await asyncio.wait_for(client.start(), 30)
+    assert not psutil.pid_exists(pid)
+
+
 async def test_killed_again_and_again_while_streaming() -> None:
     async with scripted_client(tiny_config(engine_restarts=3)) as client:
         sink = RecordingSink()

@@ -35,6 +35,8 @@ KNOCK_SECONDS = 10.0
 """How long a greeting may take from end to end."""
 RETRY_SECONDS = 0.2
 REMIND_SECONDS = 20.0
+NAME_SECONDS = 30.0
+"""A cluster may learn the name of its first host only after that has started."""
 MAX_KNOCK = 1 << 16
 """Bytes that somebody may send before it is known who it is."""
 TOKEN_SETTING = "OCTAVO_NODE_TOKEN or --node-token-file"
@@ -214,10 +216,18 @@ def address_here(nodes: NodesConfig) -> str:
     Raises:
         ConfigError: it is none of this host's, or not safe to use.
     """
-    try:
-        address = resolve_address(nodes)
-    except OSError as e:
-        raise ConfigError(f"--master-addr {nodes.address}: this name is not known here ({e.strerror or e}).") from None
+    deadline, said = time.monotonic() + min(NAME_SECONDS, nodes.timeout), False
+    while True:
+        try:
+            address = resolve_address(nodes)
+            break
+        except OSError as e:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"--master-addr {nodes.address}: this name is not known here ({e.strerror or e}).") from None
+        if not said:
+            said = True
+            logger.info("Waiting for --master-addr %s to become known (%g s at most)", nodes.address, min(NAME_SECONDS, nodes.timeout))
+        time.sleep(RETRY_SECONDS)
     try:
         with _socket_for(address) as sock:
             sock.bind((address, 0))

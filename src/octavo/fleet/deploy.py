@@ -208,7 +208,7 @@ def _start_serve(server: ServerSettings, fleet: FleetSettings) -> None:
         serve.shutdown()  # type: ignore[no-untyped-call]  # what an earlier fleet has left
     names = ", ".join(sorted(serve.status().applications))
     raise ConfigError(
-        f"--port {server.port}: Ray Serve runs in this cluster already, on port {port}, for {names}. Give that one, or end it (`serve shutdown`)."
+        f"--port {server.port}: Ray Serve runs in this cluster already, on port {port}, for {names}. Give that one, or end what it serves (`octavo deploy --delete --fleet-name NAME`)."
     )
 
 
@@ -229,6 +229,7 @@ def _application(args: EngineArgs, server: ServerSettings, fleet: FleetSettings,
 
     scaling: dict[str, Any] = {"num_replicas": fleet.min_replicas}
     if fleet.most_replicas > fleet.min_replicas:
+        window = max(5.0, min(30.0, fleet.upscale_delay))
         scaling = {
             "autoscaling_config": {
                 "min_replicas": fleet.min_replicas,
@@ -236,7 +237,8 @@ def _application(args: EngineArgs, server: ServerSettings, fleet: FleetSettings,
                 "target_ongoing_requests": fleet.target_requests,
                 "upscale_delay_s": fleet.upscale_delay,
                 "downscale_delay_s": fleet.downscale_delay,
-                "look_back_period_s": max(5.0, min(30.0, fleet.upscale_delay)),
+                "look_back_period_s": window,
+                "metrics_interval_s": window / 2,
             }
         }
     replica = serve.deployment(

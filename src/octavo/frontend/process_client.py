@@ -141,7 +141,7 @@ class ProcessClient:
             await self._discard_process()
             self._state = "dead"
             self._death = EngineDead(str(e))
-            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {e}.") from None
+            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {str(e).rstrip('.')}.") from None
         except BaseException:
             await self.close()
             raise
@@ -436,6 +436,7 @@ class ProcessClient:
     async def _until_ready(self, process: EngineProcess) -> EngineReady:
         """Wait for EngineReady; _Crash if the process says that it cannot, or dies."""
         receive: asyncio.Future[FromEngine] = asyncio.ensure_future(process.receive())
+        clock = StoppedClock(process.pid)
         try:
             while True:
                 dead = process.exit_code() is not None
@@ -449,6 +450,9 @@ class ProcessClient:
                     receive = asyncio.ensure_future(process.receive())
                 elif dead:
                     raise _Crash(f"the engine process {process.describe_exit()} while it started")
+                elif (stopped := clock.seconds()) >= STOPPED_SECONDS:
+                    process.kill()
+                    raise _Crash(f"the engine process has been stopped for {stopped:.0f} seconds, by a signal, while it started")
         finally:
             receive.cancel()
             with contextlib.suppress(asyncio.CancelledError):

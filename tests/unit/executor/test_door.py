@@ -161,7 +161,20 @@ def test_a_port_in_use_is_said() -> None:
 )
 def test_addresses_that_cannot_be(address: str, token: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        address_here(NodesConfig(2, 0, address, 29501, token=token))
+        address_here(NodesConfig(2, 0, address, 29501, timeout=0.1, token=token))
+
+
+def test_a_name_that_is_known_only_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, left = socket.getaddrinfo, [3]
+
+    def find(host: str, *more: object, **settings: object) -> object:
+        left[0] -= 1
+        if left[0]:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1", *more, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    assert address_here(NodesConfig(2, 0, "octavo-0.octavo", 29501)) == "127.0.0.1"
 
 
 def test_a_name_is_an_address() -> None:
