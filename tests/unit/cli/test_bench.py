@@ -52,6 +52,16 @@ async def test_the_empty_first_chat_chunk_is_not_a_token() -> None:
     assert len(server.bodies[0]["messages"][0]["content"].split()) == 3
 
 
+async def test_tokens_without_text_count_by_their_ids() -> None:
+    """A made-up model says tokens that its tokenizer does not know."""
+    silent = [{"choices": [{"text": "", "token_ids": [n]}]} for n in range(3)]
+    with StubServer(lambda path, body: [0.1, *silent, {"choices": [], "usage": {"completion_tokens": 3}}]) as server:
+        sample = await measure(target(server.url), BenchRequest([1, 2], 3))
+    assert not sample.error
+    assert (sample.output_tokens, len(sample.itl)) == (3, 2)
+    assert sample.ttft >= 0.1
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [

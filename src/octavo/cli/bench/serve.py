@@ -209,14 +209,22 @@ async def measure(target: Target, request: BenchRequest) -> Sample:
     sample.e2el = last - start
     sample.output_tokens = sample.output_tokens or chunks
     if not chunks and not sample.error:
-        sample.error = "the stream held no token"
+        sample.error = (
+            "the stream held no token that can be read (--extra-body '{\"return_token_ids\": true}' counts others, where a server has it)"
+        )
     return sample
 
 
 def _has_tokens(event: dict[str, Any]) -> bool:
     for choice_ in event.get("choices") or ():
         delta = choice_.get("delta") or {}
-        if choice_.get("text") or delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content"):
+        if (
+            choice_.get("text")
+            or choice_.get("token_ids")
+            or delta.get("content")
+            or delta.get("reasoning")
+            or delta.get("reasoning_content")
+        ):
             return True
     return False
 
