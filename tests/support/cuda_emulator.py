@@ -89,7 +89,7 @@ extern "C" void run(const {kind}* p, {"".join(f"const Map* {name}, " for name in
 
 def emulate(x: torch.Tensor, weight: LowBit | OffsetWeight, bias: torch.Tensor | None, form: Form, tuning: Tuning) -> torch.Tensor:
     """As `octavo.ops.cuda.low_bit.multiply`."""
-    form = form.in_tiles if isinstance(tuning, Tiles) else form
+    form = form.read_by(tuning)
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
     layout = low_bit_layout(weight)
     rows, columns, inner = len(x), weight.out_features, layout.inner

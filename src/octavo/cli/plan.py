@@ -135,13 +135,11 @@ def _length(most: int, asked: int | None) -> int:
     """
     if asked is None:
         return most
-    if asked < 2:
-        raise ConfigError(
-            f"--max-model-len must be at least 2, got {asked}: a request needs room for one token of its prompt and one of its reply."
-        )
-    if asked > most:
-        from octavo.config.resolve import beyond_the_model
+    from octavo.config.resolve import beyond_the_model, too_short
 
+    if asked < 2:
+        raise ConfigError(too_short(asked))
+    if asked > most:
         print(f"octavo: warning: {beyond_the_model(asked)}planning with {most}.", file=sys.stderr)
     return min(asked, most)
 

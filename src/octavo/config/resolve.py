@@ -273,6 +273,14 @@ def beyond_the_model(asked: int) -> str:
     return f"--max-model-len {asked} is beyond what the model was made for: "
 
 
+_ONE_EACH = "a request needs room for one token of its prompt and one of its reply"
+
+
+def too_short(asked: object) -> str:
+    """What is said of a length in which no request can run."""
+    return f"--max-model-len must be at least 2, got {asked}: {_ONE_EACH}."
+
+
 def _check_length(args: EngineArgs, model: ModelConfig) -> None:
     """
     Raises:
@@ -280,10 +288,9 @@ def _check_length(args: EngineArgs, model: ModelConfig) -> None:
     """
     if model.pooling is not None or model.max_model_len > 1:
         return
-    rule = "a request needs room for one token of its prompt and one of its reply"
     if context_limit(model.hf_config, model.name) > 1:
-        raise ConfigError(f"--max-model-len must be at least 2, got {args.max_model_len}: {rule}.")
-    raise CheckpointError(f"{model.name}: its config has an unusable context length (1): {rule}.")
+        raise ConfigError(too_short(args.max_model_len))
+    raise CheckpointError(f"{model.name}: its config has an unusable context length (1): {_ONE_EACH}.")
 
 
 def context_limit(hf_config: Mapping[str, Any], name: str) -> int:

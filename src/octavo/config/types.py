@@ -114,6 +114,11 @@ class CacheConfig:
     calibrate: bool = False
     """Scales of a float8 cache that the checkpoint lacks are found over the first tokens."""
 
+    @property
+    def sized(self) -> bool:
+        """Whether the user has said how large it is."""
+        return self.memory_bytes is not None or self.num_blocks_override is not None
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:

@@ -402,7 +402,7 @@ def _stored(
 
 def _names(path: str) -> list[str]:
     """Of all tensors of a folder."""
-    if glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
+    if _has_safetensors(path):
         return [name for file in weight_files(path) for name in tensor_names(file)]
     return [stored.name for stored in _stored(path, None, None)[1]]
 
@@ -424,8 +424,8 @@ def _check_room(config: EngineConfig, needed: int) -> None:
     room = device.free_bytes if device.kind == "cuda" else device.total_bytes
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
-    sized = cache.memory_bytes is not None or cache.num_blocks_override is not None  # by the user: the share is no limit then
-    if device.kind == "cuda" and not sized and needed > (share := int(cache.memory_utilization * device.total_bytes)) > 0:
+    # Where the user has said how large the cache is, the share is no limit.
+    if device.kind == "cuda" and not cache.sized and needed > (share := int(cache.memory_utilization * device.total_bytes)) > 0:
         raise ConfigError(
             f"The weights of {config.model.name} need {format_bytes(needed)}, and --gpu-memory-utilization {cache.memory_utilization:g} leaves "
             f"{format_bytes(share)} of {format_bytes(device.total_bytes)} for all of it. Raise it above {math.ceil(100 * needed / device.total_bytes) / 100:.2f}."

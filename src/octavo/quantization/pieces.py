@@ -35,7 +35,11 @@ class Pieces:
     def fail(self, piece: str, rule: str) -> CheckpointError:
         found = self._tensors.get(piece)
         given = "is missing" if found is None else f"has dtype {str(found.dtype).removeprefix('torch.')} and shape {list(found.shape)}"
-        return CheckpointError(f"{self._files.get(piece, self._file)}: tensor {self.module}.{piece} {given}; it must be {rule}.")
+        return CheckpointError(f"{self._named(piece)} {given}; it must be {rule}.")
+
+    def _named(self, piece: str) -> str:
+        """The file and the tensor, for messages."""
+        return f"{self._files.get(piece, self._file)}: tensor {self.module}.{piece}"
 
     def any(self, piece: str) -> torch.Tensor:
         """A piece that must be there."""
@@ -64,7 +68,7 @@ class Pieces:
         wrong = int((~torch.isfinite(tensor.float())).sum())
         if wrong:
             raise CheckpointError(
-                f"{self._files.get(piece, self._file)}: tensor {self.module}.{piece} holds {wrong} values of {tensor.numel()} that are NaN or infinite. "
+                f"{self._named(piece)} holds {wrong} values of {tensor.numel()} that are NaN or infinite. "
                 "The checkpoint is damaged, or was quantised in a dtype that overflowed; take another one."
             )
         return tensor

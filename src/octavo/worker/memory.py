@@ -291,8 +291,9 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
     total, available = host_memory(addresses=False)
     left = available - activations
     # A size that was asked for is compared with all that is free, not with our default's share of it.
-    asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
-    cache = left if asked else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION) // (config.parallel.per_node * config.parallel.data))
+    cache = (
+        left if config.cache.sized else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION) // (config.parallel.per_node * config.parallel.data))
+    )
     if (most := address_space.limit()) is not None:  # of these, others use none
         total, cache = min(total, most), min(cache, most - address_space.used() - activations - ADDRESS_GROWTH)
     other = max(0, config.device.total_bytes - config.device.free_bytes)
@@ -352,7 +353,5 @@ def cuda_budget(config: EngineConfig, weights: int, peak: int, graphs: GraphMemo
     used = peak + graphs.shared + graphs.others
     share = int(memory.total * config.cache.memory_utilization) - min(other, CONTEXT_BYTES) - used
     there = memory.total - other - used - int(HEADROOM * memory.total)
-    asked = config.cache.memory_bytes is not None or config.cache.num_blocks_override is not None
-    return Budget(
-        total=memory.total, other=other, weights=weights, activations=max(0, used - weights), cache=there if asked else min(share, there)
-    )
+    cache = there if config.cache.sized else min(share, there)
+    return Budget(total=memory.total, other=other, weights=weights, activations=max(0, used - weights), cache=cache)

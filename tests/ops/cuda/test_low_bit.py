@@ -222,7 +222,7 @@ def test_every_choice_fits(kind: Any, group: int) -> None:
                 tuning = choice(form, out, inner, rows, 132)
                 if tuning is None:
                     continue
-                launched = form.in_tiles if isinstance(tuning, Tiles) else form
+                launched = form.read_by(tuning)
                 assert launched.wide == (wide and not (isinstance(tuning, Tiles) and kind in ("int4", "table") and group == 32))
                 assert tuning.shared_bytes(launched, inner) <= 227 << 10
                 assert rows <= tuning.rows or isinstance(tuning, Tiles)

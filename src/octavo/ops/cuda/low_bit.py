@@ -62,10 +62,11 @@ class Form:
         """Inner elements a loop iteration."""
         return (16 if self.wide else 8) * (8 if self.kind in FOUR_BITS else 4)
 
-    @property
-    def in_tiles(self) -> Form:
-        """As `tiles` reads it. A chunk of 4-bit codes in groups of 32 is half as long there: it has fewer groups, which have sums of their own."""
-        return dataclasses.replace(self, wide=False) if self.wide and self.group == 32 and self.kind in FOUR_BITS else self
+    def read_by(self, tuning: Tuning) -> Form:
+        """As the kernel reads it. In `tiles` a chunk of 4-bit codes in groups of 32 is half as long: it has fewer groups, which have sums of
+        their own."""
+        shorter = isinstance(tuning, Tiles) and self.wide and self.group == 32 and self.kind in FOUR_BITS
+        return dataclasses.replace(self, wide=False) if shorter else self
 
     def bytes_of_groups(self, columns: int) -> int:
         """Of the scales and zeros that so many columns have for a chunk."""
@@ -322,7 +323,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
         tuning = Tiles(32, 2, 1, 2, True) if integers else Tiles(32, 3, 1, 1, False)
     else:
         tuning = Tiles(64 if rows <= 64 else 128, 2, 1, 1, form.integers and (form.sums_once or form.offsets))
-    return tuning.filled(form.in_tiles)
+    return tuning.filled(form.read_by(tuning))
 
 
 class InputsArguments(ctypes.Structure):
@@ -531,7 +532,7 @@ def workspace_size(rows: int, columns: int, inner: int, tuning: Tuning, sms: int
 
 def prepare(form: Form, tuning: Tuning, inner: int, device: torch.device) -> None:
     """Begin to compile what `multiply` will launch."""
-    form = form if isinstance(tuning, Stream) else form.in_tiles
+    form = form.read_by(tuning)
     prepare_program(Program.of(form, tuning, inner), device)
     if isinstance(tuning, Tiles):
         prepare_program(Program.of_inputs(form, tuning, inner), device)
@@ -557,7 +558,7 @@ def multiply(
         [rows, out_features] in x's dtype.
     """
     assert not (isinstance(tuning, Tiles) and (form.ordered or (form.offsets and not tuning.integers)))
-    form = form if isinstance(tuning, Stream) else form.in_tiles
+    form = form.read_by(tuning)
     layout = low_bit_layout(weight)
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
     sms, inner = sm_count(x.device), layout.inner

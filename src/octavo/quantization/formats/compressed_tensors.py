@@ -196,8 +196,13 @@ def _check_no_shift(pieces: Pieces, piece: str, section: str) -> None:
     Raises:
         CheckpointError: a zero point other than 0.
     """
-    if piece in pieces and bool((pieces.any(piece).float() != 0).any()):
+    if _has_shift(pieces, piece):
         raise _shifted(pieces, piece, section)
+
+
+def _has_shift(pieces: Pieces, piece: str) -> bool:
+    """Whether there are zero points, and not all of them 0."""
+    return piece in pieces and bool((pieces.any(piece).float() != 0).any())
 
 
 def _shifted(pieces: Pieces, piece: str, section: str) -> CheckpointError:
@@ -246,7 +251,7 @@ def _read_integers(pieces: Pieces, scheme: Scheme) -> CodedRows:
     scales, row_block, group = _scales(pieces, scheme, rows, columns)
     middle = 1 << (scheme.bits - 1)
     zeros = torch.full(scales.shape, middle, dtype=torch.int16, device=scales.device)
-    if not scheme.symmetric or ("weight_zero_point" in pieces and bool((pieces.any("weight_zero_point").float() != 0).any())):
+    if not scheme.symmetric or _has_shift(pieces, "weight_zero_point"):
         zeros = _zero_points(pieces, scheme, tuple(scales.shape), middle)
         if scheme.symmetric and bool((zeros != middle).any()):
             raise _shifted(pieces, "weight_zero_point", "weights")
