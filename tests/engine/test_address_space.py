@@ -104,16 +104,21 @@ def test_a_server_that_starts_holds_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.skipif(not MODEL.exists(), reason=f"the bundled model is not at {MODEL}")
-def test_a_cache_that_leaves_nothing_for_steps_ends_requests_clearly_and_no_server(tmp_path: Path) -> None:
-    """The user insists on a cache that takes nearly all addresses: steps shrink, or requests end with a sentence; the next ones are served."""
+@pytest.mark.parametrize("cache", [225, 245])
+def test_a_cache_that_leaves_nothing_for_steps_ends_requests_clearly_and_no_server(tmp_path: Path, cache: int) -> None:
+    """The user insists on a cache that takes nearly all addresses: steps shrink, or requests end with a sentence; the next ones are served.
+
+    Once the grammar engine ended the process (225), and a thread that found no memory for its first step was waited for (245).
+    """
     log = tmp_path / "log"
-    with server(log, 560_000, "--max-model-len", "2048", "--kv-cache-memory-bytes", str(245 << 20)) as url:
+    with server(log, 560_000, "--max-model-len", "2048", "--kv-cache-memory-bytes", str(cache << 20)) as url:
         with ThreadPoolExecutor(8) as threads:
             replies = list(threads.map(lambda number: ask(url, number), range(24)))
         again = ask(url, 3)
     assert {status for status, _ in replies} <= {200, 503}, [reply for reply in replies if reply[0] not in (200, 503)][:3]
     assert all("gives no more memory" in text for status, text in replies if status == 503)
     assert again[0] == 200, again
+    assert "the engine process was ended" not in log.read_text()
     assert "in two halves" in log.read_text() or any(status == 503 for status, _ in replies), "the limit was never felt"
 
 
@@ -145,6 +150,32 @@ except MemoryError as error:
     print(error)
 print(threading.stack_size())
 """
+
+
+TIGHT = """
+import mmap, sys
+from octavo.config import address_space
+address_space.be_frugal()
+from octavo.grammar import stack
+
+assert not address_space.lacks(1 << 20) and address_space.lacks(1 << 40)
+for spare in range(0, 64, 4):
+    with mmap.mmap(-1, address_space.limit() - address_space.used() - stack.STACK_BYTES - (spare << 10)):
+        try:
+            stack.on_deep_stack(int, "7")
+        except MemoryError:
+            continue
+        sys.exit("a thread was begun with next to nothing left")
+print(stack.on_deep_stack(int, "7"))
+"""
+
+
+def test_no_thread_is_begun_that_could_not_take_its_first_step() -> None:
+    """Python waits for such a thread forever: it has its stack, and no memory to say that it runs."""
+    run = subprocess.run(
+        limited(700_000, sys.executable, "-c", TIGHT), capture_output=True, text=True, env=child_environment(), timeout=60, check=False
+    )
+    assert run.stdout == "7\n", run.stderr
 
 
 def test_deep_stacks_take_turns_where_addresses_are_scarce() -> None:

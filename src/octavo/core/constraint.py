@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octavo.config import address_space
 from octavo.config.address_space import is_refusal
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
 from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
 from octavo.core.restriction import BadWords, Restriction, Spellings, drop_dead_ends
 from octavo.errors import NO_MEMORY
-from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
+from octavo.grammar.compiler import LEAST_ROOM, GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint
@@ -293,6 +294,7 @@ class Constraints:
 
         Raises:
             GrammarError: there is no vocabulary.
+            MemoryError: addresses are limited, and too few are left.
         """
         spec = siblings[0].sampling.constraint
         assert spec is not None
@@ -340,7 +342,14 @@ class Constraints:
         self._parked = waiting
         return [(parked.siblings, self._equip(parked)) for parked in done]
 
+    @property
+    def scarce(self) -> bool:
+        """Nothing may be asked of grammars now: too little address space is left. Takes time; to be asked once a step."""
+        return address_space.lacks(LEAST_ROOM)
+
     def _equip(self, parked: _Parked) -> str:
+        if self.scarce:
+            return NO_MEMORY
         try:
             start, end = (None if marker is None else marker.result() for marker in (parked.start, parked.end))
             bad = None if parked.bad is None else parked.bad.result()
@@ -370,6 +379,9 @@ class Constraints:
             The masks, and for rows whose constraint has failed: index -> why. Their masks allow everything.
         """
         words: Int32 = np.empty((len(requests), self._compiler.num_words), np.int32)
+        if self.scarce:
+            words[:] = -1
+            return TokenMasks(slots, words), dict.fromkeys(range(len(requests)), NO_MEMORY)
         later: list[tuple[Constraint, int]] = []
         problems: dict[int, str] = {}
         for row, request in enumerate(requests):

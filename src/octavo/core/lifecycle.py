@@ -102,7 +102,7 @@ class Lifecycle:
             if refusal is None:
                 siblings = expand(new, self.max_total, self._arrivals)
         except Exception as error:
-            refusal = f"The request could not be read: {error}."
+            refusal = NO_MEMORY if is_refusal(error) else f"The request could not be read: {error}."
         if refusal is not None:
             self.refuse(new, refusal)
             return

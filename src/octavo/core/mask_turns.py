@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.grammar.compiler import PARALLEL_FROM, GrammarCompiler, Words
+from octavo.config import address_space
+from octavo.grammar.compiler import LEAST_ROOM, PARALLEL_FROM, GrammarCompiler, Words
 
 if TYPE_CHECKING:
     from octavo.core.constraint import Constraint
@@ -52,6 +53,8 @@ class MaskTurns:
         if not constraint.slow or not constraint.follows_grammar:
             return True
         if constraint.later is None:
+            if address_space.lacks(LEAST_ROOM):
+                return True  # its step will be told
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "octavo-mask", initializer=_yield_to_others)
             constraint.later = self._thread.submit(_mask, constraint, self._compiler.num_words)

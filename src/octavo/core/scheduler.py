@@ -554,7 +554,7 @@ class Scheduler:
     def _constrain(self, slots: Int32) -> tuple[MaskTrial | None, TokenMasks | None]:
         """How the constrained rows of the plan are held to what they may say: in a trial, or by masks."""
         requests = [self.batch.occupant(slot) for slot in slots.tolist()]
-        if not self.tries:
+        if not self.tries or self.life.constraints.scarce:
             return None, self._masks(slots, requests)
         tried = np.array([r.constraint is not None and not r.sampling.min_tokens and r.constraint.may_be_tried() for r in requests])
         trial = MaskTrial(self.life.constraints, slots[tried], [requests[row] for row in np.flatnonzero(tried).tolist()])

@@ -16,13 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from octavo.config import address_space
 from octavo.config.address_space import is_refusal
 from octavo.grammar.breadth import breadth
 from octavo.grammar.depth import depth_problem
 from octavo.grammar.effort import FULL, Effort
 from octavo.grammar.library import llguidance, one_line
 from octavo.grammar.rules import schemas_in
-from octavo.grammar.stack import on_deep_stack
+from octavo.grammar.stack import STACK_BYTES, WORK_BYTES, on_deep_stack
 from octavo.protocol.engine import Vocabulary
 
 MAX_CACHED = 256
@@ -33,6 +34,11 @@ COSTLY = 50
 """Milliseconds of compiling, from which a grammar must wait for others of its kind."""
 COMPILE_THREADS = 2
 """Two lanes, for cheap and for costly grammars."""
+LEAST_ROOM = 32 << 20
+"""Bytes of addresses, where they are limited, without which no grammar is compiled or followed: the engine's next list of states, the stacks of
+threads that begin. The engine ends the process where it is refused memory, see `address_space.lacks`."""
+BYTES_A_MILLISECOND = 100_000
+"""What compiling takes, see `MAX_CACHED_COST`."""
 PARALLEL_FROM = 4
 """Masks of a step from which on they are computed by several threads."""
 MASK_THREADS = 8
@@ -91,12 +97,16 @@ class GrammarCompiler:
 
         Args:
             cost: milliseconds that it is known to take.
+
+        Raises:
+            MemoryError: addresses are limited, and too few are left.
         """
         assert self._vocabulary is not None
         known = self._cache.get(source)
         if known is not None and not _found_no_memory(known[0]):
             self._cache.move_to_end(source)
             return known[0]
+        self._make_room(cost)
         cheap, costly = self._threads()
         if self._tokenizer is None or _found_no_memory(self._tokenizer):
             self._tokenizer = cheap.submit(engine_tokenizer, self._vocabulary)
@@ -107,12 +117,26 @@ class GrammarCompiler:
             self._cached_cost -= self._cache.popitem(last=False)[1][1]
         return future
 
+    def _make_room(self, cost: int) -> None:
+        """Forget what was compiled, if addresses are scarce."""
+        if self._cache and address_space.lacks(LEAST_ROOM + STACK_BYTES + WORK_BYTES + cost * BYTES_A_MILLISECOND):
+            self._cache.clear()
+            self._cached_cost = 0
+        if cost and address_space.lacks(LEAST_ROOM + STACK_BYTES + cost * BYTES_A_MILLISECOND):
+            raise MemoryError("The system gives no memory to compile this grammar.")
+
     def in_background(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """`work` in the thread that compiles what is cheap."""
+        """`work` in the thread that compiles what is cheap.
+
+        Raises:
+            MemoryError: addresses are limited, and too few are left.
+        """
         return self._threads()[0].submit(work, *args, **kwargs)
 
     def _threads(self) -> list[ThreadPoolExecutor]:
-        """For grammars that are cheap, and for costly ones."""
+        """For grammars that are cheap, and for costly ones. They begin with their first work."""
+        if address_space.lacks(LEAST_ROOM):
+            raise MemoryError("The system gives no memory for the grammar engine.")
         if not self._lanes:
             self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar") for _ in range(COMPILE_THREADS)]
         return self._lanes
@@ -230,7 +254,13 @@ class _Greedy(_Encoder):
 
 
 def engine_tokenizer(vocabulary: Vocabulary) -> Any:
-    """The vocabulary as the grammar engine knows it. Takes up to a second."""
+    """The vocabulary as the grammar engine knows it. Takes up to a second.
+
+    Raises:
+        MemoryError: addresses are limited, and too few are left.
+    """
+    if address_space.lacks(LEAST_ROOM + address_space.BYTES_A_TOKEN * len(vocabulary.tokens)):
+        raise MemoryError("The system gives no memory for the grammar engine.")
     library = llguidance()
     encoder = _Encoder(vocabulary) if vocabulary.tokenizer_json else _Greedy(vocabulary)
     wrapped = library.TokenizerWrapper(encoder)

@@ -20,6 +20,8 @@ _LIMITED = address_space.limit() is not None
 """Addresses are scarce: they were when this process began."""
 STACK_BYTES = (64 if _LIMITED else 256) << 20
 """Address space only: pages that nobody touches cost nothing. The deepest that gets here takes less than 32 MiB."""
+WORK_BYTES = 32 << 20
+"""What the grammar engine may take for one of most grammars. It ends the process where it is refused memory."""
 _TURN: AbstractContextManager[object] = threading.Lock() if _LIMITED else contextlib.nullcontext()
 """Where addresses are scarce, there is one such stack at a time."""
 
@@ -46,12 +48,14 @@ def on_deep_stack(function: Callable[..., T], *args: Any) -> T:
     """`function(*args)`, run where it may recurse. Blocks the calling thread.
 
     Raises:
-        MemoryError: the system gives no such stack.
+        MemoryError: the system gives no such stack, or would give hardly more than that.
     """
     if isinstance(threading.current_thread(), _Call):
         return function(*args)
     call = _Call(function, args)
     with _TURN:
+        if _LIMITED and address_space.lacks(STACK_BYTES + WORK_BYTES):
+            raise MemoryError("The system gives no stack for the grammar engine.")
         with _SIZE:
             before = threading.stack_size(STACK_BYTES)
             try:

@@ -28,9 +28,9 @@ CPU_CACHE_BYTES = 4 * 2**30
 """Largest default cache on a CPU: other programs live there too. Pages are only taken as blocks are first used."""
 CPU_FRACTION = 0.5
 """Of the host memory still free, this much may go to the cache by default."""
-ADDRESS_GROWTH = 192 * 2**20
+ADDRESS_GROWTH = 160 * 2**20
 """Where its address space is limited: what a process on a CPU maps while it serves, besides steps. A stack for the grammar engine (64 MiB)
-and what that keeps, threads, Python's heap."""
+and what that works with (64), threads, Python's heap. The grammar engine's vocabulary comes on top."""
 CONTEXT_BYTES = 2**30
 """What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
 DRIVER_BYTES_A_LAYER = 32 << 10
@@ -295,7 +295,8 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
         left if config.cache.sized else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION) // (config.parallel.per_node * config.parallel.data))
     )
     if (most := address_space.limit()) is not None:  # of these, others use none
-        total, cache = min(total, most), min(cache, most - address_space.used() - activations - ADDRESS_GROWTH)
+        growth = ADDRESS_GROWTH + address_space.BYTES_A_TOKEN * config.model.vocab_size
+        total, cache = min(total, most), min(cache, most - address_space.used() - activations - growth)
     other = max(0, config.device.total_bytes - config.device.free_bytes)
     return Budget(total=total, other=other, weights=weights, activations=activations, cache=cache)
 

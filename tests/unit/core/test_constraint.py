@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from octavo.grammar.compiler import GrammarCompiler, Matcher, Words
+from octavo.errors import NO_MEMORY
+from octavo.grammar.compiler import LEAST_ROOM, GrammarCompiler, Matcher, Words
 from octavo.protocol.engine import FinishReason, Vocabulary
 from octavo.protocol.params import OutputConstraint
 from tests.support.core_engine import EOS, Engine
+from tests.support.fake_worker import FakeWorker
 
 ANY = OutputConstraint(grammar="start: /x*/")
 """Every token of the test vocabulary is an x."""
@@ -242,3 +244,27 @@ def test_many_usual_masks_are_computed_together(monkeypatch: pytest.MonkeyPatch)
     engine.run()
     assert not engine.core.batch.slow.any()
     assert together.count(8) >= 8
+
+
+@pytest.mark.parametrize("tries", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_scarce_addresses_end_constrained_requests_alone(monkeypatch: pytest.MonkeyPatch, begun: bool, tries: bool) -> None:
+    """The grammar engine ends the process where it is refused memory: it is asked nothing then, and asked again once there is some."""
+    scarce = not begun
+    monkeypatch.setattr("octavo.config.address_space.lacks", lambda needed: scarce and needed >= LEAST_ROOM)
+    engine = Engine(FakeWorker(tries=tries))
+    for name in "ab":
+        engine.add(name, [3] * 5, max_tokens=12, ignore_eos=True, constraint=ANY)
+    engine.add("plain", [4] * 5, max_tokens=12, ignore_eos=True)
+    if begun:
+        while not all(engine.seen.get((name, 0)) and engine.tokens(name) for name in "ab"):
+            engine.step()
+        scarce = True
+    engine.run()
+    assert [engine.seen[name, 0].error for name in "ab"] == [NO_MEMORY] * 2
+    assert len(engine.tokens("plain")) == 12
+    scarce = False
+    engine.add("again", [3] * 5, max_tokens=12, ignore_eos=True, constraint=ANY)
+    engine.run()
+    assert len(engine.tokens("again")) == 12
+    engine.check_idle()

@@ -136,8 +136,10 @@ def test_cpu_budget_within_a_limited_address_space(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "host_memory", lambda **_: (2**35, 2**34))
     monkeypatch.setattr(memory.address_space, "limit", lambda: 2**30)
     monkeypatch.setattr(memory.address_space, "used", lambda: 2**28)
-    found = cpu_budget(engine_config(num_blocks=None), 0, 2**27)
-    assert found.cache == 2**30 - 2**28 - 2**27 - memory.ADDRESS_GROWTH
+    config = engine_config(num_blocks=None)
+    found = cpu_budget(config, 0, 2**27)
+    grammars = memory.address_space.BYTES_A_TOKEN * config.model.vocab_size
+    assert found.cache == 2**30 - 2**28 - 2**27 - memory.ADDRESS_GROWTH - grammars
     assert found.total == 2**30
     config = engine_config(num_blocks=None, max_model_len=1000)
     with pytest.raises(
