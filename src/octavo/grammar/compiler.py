@@ -34,7 +34,7 @@ COSTLY = 50
 """Milliseconds of compiling, from which a grammar must wait for others of its kind."""
 COMPILE_THREADS = 2
 """Two lanes, for cheap and for costly grammars."""
-LEAST_ROOM = 32 << 20
+LEAST_ROOM = 24 << 20
 """Bytes of addresses, where they are limited, without which no grammar is compiled or followed: the engine's next list of states, the stacks of
 threads that begin. The engine ends the process where it is refused memory, see `address_space.lacks`."""
 BYTES_A_MILLISECOND = 100_000

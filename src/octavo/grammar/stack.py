@@ -20,7 +20,7 @@ _LIMITED = address_space.limit() is not None
 """Addresses are scarce: they were when this process began."""
 STACK_BYTES = (64 if _LIMITED else 256) << 20
 """Address space only: pages that nobody touches cost nothing. The deepest that gets here takes less than 32 MiB."""
-WORK_BYTES = 32 << 20
+WORK_BYTES = 16 << 20
 """What the grammar engine may take for one of most grammars. It ends the process where it is refused memory."""
 _TURN: AbstractContextManager[object] = threading.Lock() if _LIMITED else contextlib.nullcontext()
 """Where addresses are scarce, there is one such stack at a time."""
