@@ -28,9 +28,9 @@ CPU_CACHE_BYTES = 4 * 2**30
 """Largest default cache on a CPU: other programs live there too. Pages are only taken as blocks are first used."""
 CPU_FRACTION = 0.5
 """Of the host memory still free, this much may go to the cache by default."""
-ADDRESS_GROWTH = 128 * 2**20
+ADDRESS_GROWTH = 108 * 2**20
 """Where its address space is limited: what a process on a CPU maps while it serves, besides steps. A stack for the grammar engine (64 MiB)
-and what that works with (24), threads, Python's heap. The grammar engine's vocabulary comes on top."""
+and what that works with (16), threads, Python's heap. The grammar engine's vocabulary comes on top."""
 CONTEXT_BYTES = 2**30
 """What the driver keeps for a process is less; memory in use beyond it belongs to other processes."""
 DRIVER_BYTES_A_LAYER = 32 << 10
