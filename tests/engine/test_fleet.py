@@ -56,6 +56,7 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "src"))
         patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+        patch.setenv("RAY_worker_niceness", "0")  # the other tests would go first
         node = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
         try:
             yield Cluster(node.address)

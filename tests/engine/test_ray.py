@@ -32,6 +32,7 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "src"))
         patch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+        patch.setenv("RAY_worker_niceness", "0")  # the other tests would go first
         cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             cluster.add_node(num_cpus=1)

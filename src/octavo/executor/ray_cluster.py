@@ -26,6 +26,8 @@ from octavo.protocol.ranks import LinkPlace, RankBoot, RankFailed, decode_up
 
 logger = logging.getLogger(__name__)
 
+RAYS_NICENESS = 15
+"""What Ray gives its workers, unless RAY_worker_niceness says otherwise where a host's `ray start` is."""
 REMIND_SECONDS = 20.0
 KNOCK_SECONDS = 5.0
 
@@ -56,6 +58,7 @@ class RankHost:
         read_status, write_status = os.pipe()
         place = LinkPlace(patience, False, write_status)
         boot = RankBoot(config=config, rank=rank, local_rank=0, place=place, from_main_thread=False, log_level=log_level)
+        take_usual_priority()
         process = start_process(module, boot, (write_status,))
         os.close(write_status)
         said = b""
@@ -184,6 +187,15 @@ class RayRanks:
 
     def _free(self) -> int:
         return int(self._ray.available_resources().get(self._kind, 0))
+
+
+def take_usual_priority() -> None:
+    """For this process of Ray's and those that it starts, if it may (as root): Ray's workers give way to everything else on their host, as befits
+    work that nobody waits for. A rank that did would hold up those of other hosts."""
+    with contextlib.suppress(OSError, AttributeError):  # not allowed, or not on Linux
+        if os.getpriority(os.PRIO_PROCESS, 0) == RAYS_NICENESS:
+            for thread in os.listdir("/proc/self/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
 def hosts_with(ray: Any, kind: str) -> dict[str, int]:

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import EngineDead
+from octavo.executor.ray_cluster import take_usual_priority
 from octavo.fleet.call import Call, ReplyHead, make_call
 from octavo.fleet.metrics import merged
 from octavo.fleet.watch import watched
@@ -46,6 +47,7 @@ class FleetIngress:
     """
 
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+        take_usual_priority()
         self._watcher = watched()
         self._replicas = replicas
         self._calls = replicas.options(stream=True)

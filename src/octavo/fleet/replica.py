@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config.args import EngineArgs
 from octavo.errors import OctavoError
+from octavo.executor.ray_cluster import take_usual_priority
 from octavo.fleet.call import Call, ReplyHead
 from octavo.fleet.watch import watched
 from octavo.frontend.http.settings import ServerSettings
@@ -35,6 +36,7 @@ class ModelReplica:
     """
 
     def __init__(self, args: EngineArgs, settings: ServerSettings) -> None:
+        take_usual_priority()
         self._watcher = watched()
         self._args = args
         # What is kept on one replica would not be found on the next request's.
