@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 
 from octavo.config.sizes import format_bytes
+from octavo.errors import NO_MEMORY
 
 _M_ARENA_MAX = -8
 
@@ -91,6 +92,11 @@ def is_refusal(error: BaseException) -> bool:
     if isinstance(error, ImportError | OSError):
         return "annot allocate memory" in words or "failed to map segment" in words
     return isinstance(error, RuntimeError) and ("start new thread" in words or ("alloc" in words and "memory" in words))
+
+
+def why_ended(error: Exception, otherwise: str) -> str:
+    """What a request hears of an error that ends it."""
+    return NO_MEMORY if is_refusal(error) else otherwise
 
 
 def told(what: str) -> str:

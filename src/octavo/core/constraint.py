@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octavo.config import address_space
-from octavo.config.address_space import is_refusal
+from octavo.config.address_space import why_ended
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
 from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
 from octavo.core.restriction import BadWords, Restriction, Spellings, drop_dead_ends
 from octavo.errors import NO_MEMORY
-from octavo.grammar.compiler import LEAST_ROOM, GrammarCompiler, GrammarError, Matcher, Words
+from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
 from octavo.protocol.params import OutputConstraint
@@ -344,8 +343,8 @@ class Constraints:
 
     @property
     def scarce(self) -> bool:
-        """Nothing may be asked of grammars now: too little address space is left. Takes time; to be asked once a step."""
-        return address_space.lacks(LEAST_ROOM)
+        """See `GrammarCompiler.scarce`."""
+        return self._compiler.scarce
 
     def _equip(self, parked: _Parked) -> str:
         if self.scarce:
@@ -366,7 +365,7 @@ class Constraints:
         except GrammarError as error:
             return str(error)
         except Exception as error:
-            return NO_MEMORY if is_refusal(error) else f"The grammar of this request could not be compiled: {error}."
+            return why_ended(error, f"The grammar of this request could not be compiled: {error}.")
         return ""
 
     def masks(self, slots: Int32, requests: Sequence[Request]) -> tuple[TokenMasks, dict[int, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from octavo.config.address_space import is_refusal
+from octavo.config.address_space import why_ended
 from octavo.core.batch import Batch
 from octavo.core.constraint import Constraints, blamed
 from octavo.core.kv.manager import KVManager
@@ -102,7 +102,7 @@ class Lifecycle:
             if refusal is None:
                 siblings = expand(new, self.max_total, self._arrivals)
         except Exception as error:
-            refusal = NO_MEMORY if is_refusal(error) else f"The request could not be read: {error}."
+            refusal = why_ended(error, f"The request could not be read: {error}.")
         if refusal is not None:
             self.refuse(new, refusal)
             return
@@ -136,7 +136,7 @@ class Lifecycle:
         try:
             self.constraints.park(siblings)
         except Exception as error:
-            self._refuse_all(siblings, NO_MEMORY if is_refusal(error) else str(error))
+            self._refuse_all(siblings, why_ended(error, str(error)))
 
     def unpark(self, *, wait: bool) -> None:
         """Queue requests whose grammar is ready by now.

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 
-from octavo.config import address_space
+from octavo.config.address_space import why_ended
 from octavo.config.types import EngineConfig
 from octavo.core.batch import Batch
 from octavo.core.constraint import WAIT_SECONDS
@@ -19,7 +19,6 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import WaitingQueue, make_policy
 from octavo.core.scheduler import Scheduler, plan_pairs
 from octavo.core.settle import Flight, Settler
-from octavo.errors import NO_MEMORY
 from octavo.executor.base import Executor
 from octavo.protocol.engine import AbortRequests, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta, Vocabulary
 from octavo.protocol.step import StepPlan
@@ -28,11 +27,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_TURNS = 3
 """Turns with waiting work, nothing in flight and nothing to plan, before a request is given up for stuck."""
-
-
-def _told(what: str, error: Exception) -> str:
-    """What a request hears of `error`, which ends it."""
-    return NO_MEMORY if address_space.is_refusal(error) else what
 
 
 class EngineCore:
@@ -147,7 +141,7 @@ class EngineCore:
             self._forget_step(self._next_step)
             for request in self.batch.requests:
                 if request is not None:
-                    self.life.fail(request, _told(f"The engine could not plan a step: {error}.", error))
+                    self.life.fail(request, why_ended(error, f"The engine could not plan a step: {error}."))
             return None
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -158,7 +152,7 @@ class EngineCore:
             logger.exception("Step %d could not be launched.", plan.step_id)
             self._forget_step(plan.step_id)
             self.batch.announce_again(plan.free_slots)
-            self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {str(error).rstrip('.')}.", error))
+            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {str(error).rstrip('.')}."))
             self.life.settle(self.life.settled_step)
             return
         self.scheduler.conclude()
@@ -180,14 +174,14 @@ class EngineCore:
                 raise RuntimeError(f"step {result.step_id} came back instead of {plan.step_id}")
         except Exception as error:
             logger.exception("Step %d failed.", plan.step_id)
-            self.settler.fail_step(plan, _told(f"The engine failed while computing this request: {str(error).rstrip('.')}.", error))
+            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {str(error).rstrip('.')}."))
         else:
             now = time.monotonic()
             try:
                 deltas = self.settler.settle(plan, result, now)
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
-                self.settler.fail_rows(plan, _told(f"The engine failed on the result of this request: {error}.", error))
+                self.settler.fail_rows(plan, why_ended(error, f"The engine failed on the result of this request: {error}."))
             if self.scheduler.config.target_step_ms is not None:
                 seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
                 self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.config import address_space
-from octavo.grammar.compiler import LEAST_ROOM, PARALLEL_FROM, GrammarCompiler, Words
+from octavo.grammar.compiler import PARALLEL_FROM, GrammarCompiler, Words
 
 if TYPE_CHECKING:
     from octavo.core.constraint import Constraint
@@ -53,7 +52,7 @@ class MaskTurns:
         if not constraint.slow or not constraint.follows_grammar:
             return True
         if constraint.later is None:
-            if address_space.lacks(LEAST_ROOM):
+            if self._compiler.scarce:
                 return True  # its step will be told
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "octavo-mask", initializer=_yield_to_others)

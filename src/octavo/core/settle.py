@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.config.address_space import is_refusal
+from octavo.config.address_space import why_ended
 from octavo.core.batch import Batch, Slots
 from octavo.core.constraint import blamed
 from octavo.core.kv.manager import KVManager
@@ -19,7 +19,6 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import Policy
 from octavo.core.request import Request, without_prompt_logprobs
 from octavo.core.restriction import nothing_left
-from octavo.errors import NO_MEMORY
 from octavo.protocol.engine import FinishReason, LogprobRow, PromptProgress, TokenDelta
 from octavo.protocol.step import Bool, Int32, StepPlan, StepResult
 
@@ -207,7 +206,7 @@ class Settler:
         try:
             constraint.accept(token)
         except Exception as error:
-            self.life.fail(request, NO_MEMORY if is_refusal(error) else f"{error}", param=blamed(request))
+            self.life.fail(request, why_ended(error, f"{error}"), param=blamed(request))
             return False
         return constraint.finished
 

@@ -84,6 +84,11 @@ class GrammarCompiler:
         return 0 if self._vocabulary is None else -(-len(self._vocabulary.tokens) // 32)
 
     @property
+    def scarce(self) -> bool:
+        """Nothing may be asked of grammars now: addresses are limited, and too few are left. Takes time; to be asked once a step."""
+        return address_space.lacks(LEAST_ROOM)
+
+    @property
     def tokens(self) -> Sequence[bytes]:
         """The texts of all tokens."""
         return () if self._vocabulary is None else self._vocabulary.tokens
@@ -119,10 +124,11 @@ class GrammarCompiler:
 
     def _make_room(self, cost: int) -> None:
         """Forget what was compiled, if addresses are scarce."""
-        if self._cache and address_space.lacks(LEAST_ROOM + STACK_BYTES + WORK_BYTES + cost * BYTES_A_MILLISECOND):
+        needed = LEAST_ROOM + STACK_BYTES + cost * BYTES_A_MILLISECOND
+        if self._cache and address_space.lacks(needed + WORK_BYTES):
             self._cache.clear()
             self._cached_cost = 0
-        if cost and address_space.lacks(LEAST_ROOM + STACK_BYTES + cost * BYTES_A_MILLISECOND):
+        if cost and address_space.lacks(needed):
             raise MemoryError("The system gives no memory to compile this grammar.")
 
     def in_background(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -135,7 +141,7 @@ class GrammarCompiler:
 
     def _threads(self) -> list[ThreadPoolExecutor]:
         """For grammars that are cheap, and for costly ones. They begin with their first work."""
-        if address_space.lacks(LEAST_ROOM):
+        if self.scarce:
             raise MemoryError("The system gives no memory for the grammar engine.")
         if not self._lanes:
             self._lanes = [ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar") for _ in range(COMPILE_THREADS)]

@@ -49,7 +49,6 @@ def test_the_gpu_of_the_first_rank(monkeypatch: pytest.MonkeyPatch, visible: str
 NICENESS = """
 import os, subprocess, sys, threading
 from octavo.executor import ray_cluster
-from octavo.protocol.boot import child_environment
 
 wait = threading.Event()
 thread = threading.Thread(target=wait.wait)
