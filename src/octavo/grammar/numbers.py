@@ -42,6 +42,12 @@ def exact(value: int | float) -> bool:
 
 def bounds(node: dict[str, Any]) -> dict[str, int | float | None]:
     """The bounds of a schema as they can be held: as good as equal, and no wider. None: that one cannot be."""
+    held = _held(node)
+    return held | _beyond_whole(held)
+
+
+def _held(node: dict[str, Any]) -> dict[str, int | float | None]:
+    """Of each bound the nearest number that the engine holds."""
     held: dict[str, int | float | None] = {}
     for up, (plain, exclusive) in ((True, ("minimum", "exclusiveMinimum")), (False, ("maximum", "exclusiveMaximum"))):
         if is_number(node.get(plain)):
@@ -56,6 +62,21 @@ def bounds(node: dict[str, Any]) -> dict[str, int | float | None]:
             other = held.get(plain)
             held[plain] = beyond if other is None else (max if up else min)(beyond, other)
     return held
+
+
+def _beyond_whole(held: dict[str, int | float | None]) -> dict[str, float]:
+    """Exclusive bounds moved inwards by a last digit, where the engine would let them in: whole ones, if the other bound is a fraction behind
+    the same whole number, as in 0 < x <= 0.5."""
+    moved = {}
+    for exclusive, others, up in (("exclusiveMinimum", BOUNDS[2:], True), ("exclusiveMaximum", BOUNDS[:2], False)):
+        bound = held.get(exclusive)
+        ends = [end for key in others if (end := held.get(key)) is not None]
+        if bound is None or bound != int(bound) or not any(end != int(end) == bound for end in ends):
+            continue
+        inwards = Decimal(1 if up else -1)
+        beside = Decimal(int(bound)).next_toward(inwards * 2**64, Context(DIGITS)) if bound else inwards.scaleb(-PLACES)
+        moved[exclusive] = float(beside)
+    return moved
 
 
 def _bound(value: int | float, up: bool, *, beyond: bool = False) -> int | float | None:
@@ -102,13 +123,15 @@ def number_problem(node: dict[str, Any]) -> tuple[str, str] | None:
                 f"the number {_short(value)} cannot be met exactly; numbers are held up to {EXACT} and to {DIGITS} digits. "
                 "Give it as a string, or leave it out."
             )
-    held = bounds(node)
+    held = _held(node)
     for key in BOUNDS:
         if is_number(node.get(key)) and held.get(key) != node[key]:
             return (
                 key,
                 f"{_short(node[key])} cannot be held; numbers are held up to {FARTHEST} (exclusive bounds below {EXACT}) and to {DIGITS} digits.",
             )
+    for key, value in _beyond_whole(held).items():
+        return key, f"{_short(node[key])} would not be left out, next to a bound behind the same whole number; use {value!r}."
     return None
 
 

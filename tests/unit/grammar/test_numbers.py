@@ -95,12 +95,31 @@ def test_usual_ranges_can_be_used(schema: dict[str, Any], inside: list[int], out
     assert not any(matches(source, str(n)) for n in outside)
 
 
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.000001", "0.05", "0.5"], ["0", "-0", "0.0", "0.6"]),
+        ({"exclusiveMinimum": 0, "minimum": 0, "exclusiveMaximum": 0.25}, ["0.1"], ["0", "0.25"]),
+        ({"exclusiveMinimum": 10, "maximum": 10.5}, ["10.0001", "10.5"], ["10", "10.0"]),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, ["-1.5", "-1.000001"], ["-1", "-1.0"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.000001"], ["0", "-0"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["0.1", "1"], ["0"]),
+    ],
+)
+def test_a_whole_bound_that_is_no_part_of_its_range(schema: dict[str, Any], inside: list[str], outside: list[str]) -> None:
+    """The engine lets in one that has a fraction behind the same whole number for its other bound."""
+    source = json_source({"type": "number", **schema}, COMPACT, "x")
+    assert [text for text in inside + outside if matches(source, text)] == inside
+
+
 def test_places_of_numbers() -> None:
     deep = {"type": "object", "properties": {"a": {"enum": ["x", {"id": [2**60 + 1]}]}}}
     with pytest.raises(InvalidRequest, match=r"at \$\.properties\.a\.enum"):
         json_source(deep, COMPACT, "x")
     with pytest.raises(InvalidRequest, match=r"at \$\.maximum"):
         json_source({"type": "integer", "maximum": -1e19}, COMPACT, "x")
+    with pytest.raises(InvalidRequest, match=r"\$\.exclusiveMinimum: 0 would not be left out.*; use 1e-22\."):
+        grammar_source(StructuredOutputsParams(grammar='start: %json {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}'))
     with pytest.raises(InvalidRequest, match="line 1"):
         grammar_source(StructuredOutputsParams(grammar='start: %json {"const": 9007199254740993}'))
     tag = {"format": {"type": "json_schema", "json_schema": {"const": 9007199254740993}}}
