@@ -21,6 +21,7 @@ from octavo.errors import ConfigError
 from octavo.frontend.launch import prepare_launch
 from octavo.protocol.engine import EngineReady, NewRequest
 from octavo.protocol.step import StepPlan
+from octavo.worker import slow_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -111,6 +112,34 @@ class Launches:
             return launch(plan)
 
         runner.launch = spy
+
+
+def test_rows_that_larger_steps_are_quicker_for_are_left_to_those(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[int, float]] = []
+    measure = slow_rows.product_seconds
+
+    def with_a_cliff(*args: Any, **more: Any) -> dict[int, float]:
+        times = measure(*args, **more)
+        found.append(times)
+        return {**times, 144: 2 * times[160]}
+
+    monkeypatch.setattr(slow_rows, "product_seconds", with_a_cliff)
+    many = [{"prompt_token_ids": [3 + i, 5, 7]} for i in range(140)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    settings = {**SETTINGS, "max_num_seqs": 160, "dtype": "float32"}
+    tokens = []
+    for eager in (False, True):
+        with LLM(folder, enforce_eager=eager, **settings) as llm:
+            if not eager:
+                worker: Any = llm._client.core.executor._worker  # type: ignore[union-attr]
+                assert 144 in worker._slow
+                rows = {captured.layout.shape.rows for captured in worker._graphs._ready if not captured.layout.shape.chunks}
+                assert {128, 160} <= rows and 144 not in rows
+            tokens.append([o.outputs[0].token_ids for o in llm.generate(many, greedy, use_tqdm=False)])  # type: ignore[arg-type]
+    assert agreement(*tokens) > 0.95
+    (times,) = found
+    assert list(times) == [160, 144] or list(times) == [144, 160]
+    assert all(0 < seconds < 1 for seconds in times.values())
 
 
 def test_captured_chunks_do_not_change_tokens(folder: str) -> None:

@@ -146,6 +146,15 @@ class _Layer:
     """In front of what follows: the next layer's attention, or the head."""
 
 
+@dataclass(frozen=True)
+class Products:
+    """The linear layers that all rows of a step pass."""
+
+    layers: tuple[tuple[Linear, ...], ...]
+    """Of each layer here, without its experts."""
+    head: Linear | None
+
+
 class Decoder:
     """A decoder-only transformer. Holds weights and no state: the KV cache is behind `attend`."""
 
@@ -195,6 +204,7 @@ class Decoder:
         self._first_norm = _norm(f"layers.{layers.start}.attention_norm", spec, weights, ops)
         parts = _Parts(share, weights, ops, group, shard)
         self._layers = tuple(_layer(i, parts) for i in layers)
+        self.products = Products(tuple(_products(i, weights, ops) for i in layers), self._head)
         tables = {rope: cos_sin_table(rope, spec.rope.rotary_dim, max_length, device) for rope in dict.fromkeys(spec.ropes)}
         self._tables = list(tables.values())
         self._rope_of_layer = [list(tables).index(spec.ropes[i]) for i in layers]
@@ -418,6 +428,10 @@ def _mlp(prefix: str, mlp: MlpSpec | MoeSpec, parts: _Parts) -> Mlp:
         first_expert=parts.shard.rank * mlp.num_experts if parts.shard.whole_experts else None,
         ops=parts.ops,
     )
+
+
+def _products(index: int, weights: Weights, ops: Ops) -> tuple[Linear, ...]:
+    return tuple(Linear(weight, None, ops) for name, weight in weights.linears.items() if name.startswith(f"layers.{index}."))
 
 
 def _layer(index: int, parts: _Parts) -> _Layer:

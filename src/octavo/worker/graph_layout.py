@@ -6,6 +6,7 @@ A line begins with the columns that the device copies, and ends with the block-t
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -120,10 +121,14 @@ def decode_rows(max_rows: int) -> list[int]:
     return [*(rows for rows in steps if rows < max_rows), max_rows]
 
 
-def capture_plan(max_rows: int, max_tokens: int) -> CapturePlan:
-    """The shapes worth capturing for steps of up to so many rows and tokens."""
+def capture_plan(max_rows: int, max_tokens: int, slow: Collection[int] = ()) -> CapturePlan:
+    """The shapes worth capturing for steps of up to so many rows and tokens.
+
+    Args:
+        slow: rows of decode steps that a larger shape is quicker for (`slow_rows`); the largest is never one.
+    """
     most = min(max_rows, max_tokens)
-    kinds = [[GraphShape(rows, rows) for rows in decode_rows(most)]]
+    kinds = [[GraphShape(rows, rows) for rows in decode_rows(most) if rows not in slow]]
     limit = min(max_tokens, CHUNK_STEPS[-1])
     tokens = [*(n for n in CHUNK_STEPS if n < limit), limit] if limit >= CHUNK_STEPS[0] else []
     fewer = 0

@@ -21,7 +21,7 @@ from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.compiled import CompiledDecoder
-from octavo.models.decoder import Model
+from octavo.models.decoder import Decoder, Model
 from octavo.models.loader import has_low_bit, load_model
 from octavo.ops.registry import Ops, load_ops
 from octavo.parallel.group import ONE_RANK, Ranks
@@ -95,6 +95,8 @@ class Worker:
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched | StepResult] = deque()
         self._phases: list[Phase] = []
+        self._slow: frozenset[int] = frozenset()
+        """See `slow_rows`."""
         self._later: deque[GraphShape] = deque()
         """Shapes to capture in gaps."""
         self._next_capture = 0.0
@@ -324,7 +326,7 @@ class Worker:
     @property
     def _to_capture(self) -> CapturePlan:
         scheduler = self._config.scheduler
-        return capture_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return capture_plan(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self._slow)
 
     def _capture(self, progress: Callable[[str, int, int], None], *, defer: bool) -> None:
         if self._graphs is None:
@@ -349,6 +351,7 @@ class Worker:
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
         attention = self._make_attention(PROFILE_BLOCKS, PROFILE_BLOCKS)
         self._compile_ahead(attention)
+        self._slow = self._slow_rows()
         torch.cuda.reset_peak_memory_stats(self._device)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)))
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -379,6 +382,29 @@ class Worker:
         finally:
             torch.cuda.synchronize(self._device)
             self._state.leave(all_slots(self._config))
+
+    def _slow_rows(self) -> frozenset[int]:
+        """What all ranks leave to larger steps."""
+        config, model = self._config, self._model
+        # Answers must not depend on what was measured at a start; and experts' products, which are the most of a layer, are not looked at.
+        if config.enforce_eager or config.batch_invariant or not isinstance(model, Decoder) or model.spec.moe is not None:
+            return frozenset()
+        from octavo.worker.slow_rows import FEWEST_ROWS, product_seconds, slow_rows
+
+        numbers = [shape.rows for shape in self._to_capture.shapes if not shape.chunks and shape.rows >= FEWEST_ROWS]
+        found: Mapping[int, float] = {}
+        try:
+            with self._phase("products"):
+                found = product_seconds(
+                    model.products.layers, model.products.head, numbers, getattr(torch, config.model.dtype), self._device
+                )
+        except torch.OutOfMemoryError:
+            logger.debug("No memory to measure products in.", exc_info=True)
+        torch.cuda.empty_cache()
+        agreed = {rows: float(self._ranks.smallest(round(1e9 * found.get(rows, 1.0)))) for rows in numbers}
+        slow = slow_rows(agreed)
+        logger.debug("Nanoseconds of products by rows: %s. Slower than more rows: %s", agreed, sorted(slow))
+        return slow
 
     def _measure_graphs(self, attention: AttentionBackend) -> GraphMemory:
         """Capture the largest graphs and a small one: the first take the pool that all share, the last what each takes besides."""
