@@ -126,7 +126,7 @@ def test_rows_that_larger_steps_are_quicker_for_are_left_to_those(folder: str, m
     monkeypatch.setattr(slow_rows, "product_seconds", with_a_cliff)
     many = [{"prompt_token_ids": [3 + i, 5, 7]} for i in range(140)]
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    settings = {**SETTINGS, "max_num_seqs": 160, "dtype": "float32"}
+    settings = {**SETTINGS, "max_num_seqs": 160, "dtype": "float16"}
     tokens = []
     for eager in (False, True):
         with LLM(folder, enforce_eager=eager, **settings) as llm:
@@ -136,7 +136,7 @@ def test_rows_that_larger_steps_are_quicker_for_are_left_to_those(folder: str, m
                 rows = {captured.layout.shape.rows for captured in worker._graphs._ready if not captured.layout.shape.chunks}
                 assert {128, 160} <= rows and 144 not in rows
             tokens.append([o.outputs[0].token_ids for o in llm.generate(many, greedy, use_tqdm=False)])  # type: ignore[arg-type]
-    assert agreement(*tokens) > 0.95
+    assert agreement(*tokens) > 0.9
     (times,) = found
     assert list(times) == [160, 144] or list(times) == [144, 160]
     assert all(0 < seconds < 1 for seconds in times.values())

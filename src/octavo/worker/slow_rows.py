@@ -20,7 +20,7 @@ MARGIN = 1.03
 """A larger step has other work too, and two measurements differ."""
 ENOUGH_BYTES = 128 << 20
 """Of weights: more than a GPU's L2 cache holds, so that they are read from memory as in a step."""
-REPEATS = 3
+REPEATS = 2
 
 
 def slow_rows(seconds: Mapping[int, float]) -> frozenset[int]:

@@ -315,13 +315,16 @@ class Worker:
 
     def _make_graphs(self, attention: AttentionBackend, shapes: Sequence[GraphShape]) -> StepGraphs | None:
         """What captures steps with this cache, nothing captured yet; None where the device or the settings rule it out."""
-        config, draw = self._config, self._ops.draw
-        wanted = self._device.type == "cuda" and not config.enforce_eager and self._model.capturable
-        if not wanted or draw is None or not isinstance(attention, GraphAttention):
+        draw = self._ops.draw
+        if not self._capturable or draw is None or not isinstance(attention, GraphAttention):
             return None
         from octavo.worker.graphs import StepGraphs
 
-        return StepGraphs(self._model, attention, self._tables, self._state, draw, shapes, config.scheduler.inflight)
+        return StepGraphs(self._model, attention, self._tables, self._state, draw, shapes, self._config.scheduler.inflight)
+
+    @property
+    def _capturable(self) -> bool:
+        return self._device.type == "cuda" and not self._config.enforce_eager and self._model.capturable
 
     @property
     def _to_capture(self) -> CapturePlan:
@@ -351,7 +354,8 @@ class Worker:
             return cpu_budget(config, weights, activation_bound(self._model.spec, config, itemsize))
         attention = self._make_attention(PROFILE_BLOCKS, PROFILE_BLOCKS)
         self._compile_ahead(attention)
-        self._slow = self._slow_rows()
+        if self._capturable and isinstance(attention, GraphAttention):
+            self._slow = self._slow_rows()
         torch.cuda.reset_peak_memory_stats(self._device)
         settle(Runner(self._model, attention, self._tables, self._state, self._sampler).launch(worst_step(config)))
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -387,11 +391,13 @@ class Worker:
         """What all ranks leave to larger steps."""
         config, model = self._config, self._model
         # Answers must not depend on what was measured at a start; and experts' products, which are the most of a layer, are not looked at.
-        if config.enforce_eager or config.batch_invariant or not isinstance(model, Decoder) or model.spec.moe is not None:
+        if config.batch_invariant or not isinstance(model, Decoder) or model.spec.moe is not None:
             return frozenset()
         from octavo.worker.slow_rows import FEWEST_ROWS, product_seconds, slow_rows
 
         numbers = [shape.rows for shape in self._to_capture.shapes if not shape.chunks and shape.rows >= FEWEST_ROWS]
+        if not numbers:
+            return frozenset()
         found: Mapping[int, float] = {}
         try:
             with self._phase("products"):
