@@ -157,6 +157,8 @@ def size_cache(
     if config.model.auto_max_model_len and fits > 0:
         warnings = (*warnings, f"max_model_len is {fits}: what the KV cache has room for ({length} asked).")
         return CacheSize(num_blocks, fits, warnings, min(num_blocks, most))
+    if config.model.auto_max_model_len:
+        needed = 2  # the null block, and one with tokens: the least that is of use
     needed_bytes = needed * bytes_per_block + (min(needed, most) * sliding.bytes_per_block if sliding is not None else 0)
     raise ConfigError(_does_not_fit(config, budget, available, needed_bytes, fits))
 
@@ -202,10 +204,9 @@ def _most_sliding_blocks(config: EngineConfig, window: int) -> int:
 
 
 def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: int, fits: int) -> str:
-    text = (
-        f"max_model_len={config.model.max_model_len} needs {format_bytes(needed)} of KV cache, but there are "
-        f"{format_bytes(max(0, available))} for it. "
-    )
+    auto, block_size = config.model.auto_max_model_len, config.cache.block_size
+    asked = f"max_model_len=auto, here the length of one block ({block_size})," if auto else f"max_model_len={config.model.max_model_len}"
+    text = f"{asked} needs {format_bytes(needed)} of KV cache, but there are {format_bytes(max(0, available))} for it. "
     limited = address_space.limit() if config.device.kind == "cpu" and config.cache.memory_bytes is None else None
     if limited is not None and not fits:
         steps = f"lower what a step may take ({format_bytes(budget.activations)}) with --max-num-batched-tokens and --max-num-seqs, "

@@ -95,6 +95,8 @@ class Worker:
         self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched | StepResult] = deque()
         self._phases: list[Phase] = []
+        self._inner = 0.0
+        """Seconds of the phases within the present one."""
         self._slow: frozenset[int] = frozenset()
         """See `slow_rows`."""
         self._later: deque[GraphShape] = deque()
@@ -272,9 +274,11 @@ class Worker:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        """A phase within another one counts for itself."""
+        began, outer, self._inner = time.perf_counter(), self._inner, 0.0
         yield
-        seconds = time.perf_counter() - began
+        whole = time.perf_counter() - began
+        seconds, self._inner = whole - self._inner, outer + whole
         self._phases.append(Phase(name, seconds))
         logger.info("Start: %s took %.2f s", name, seconds)
 

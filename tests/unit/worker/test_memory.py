@@ -113,6 +113,16 @@ def test_advice_is_what_would_help_on_a_cpu() -> None:
         size_cache(config, steps, BLOCK_BYTES)
 
 
+def test_auto_asks_for_no_more_than_a_block() -> None:
+    config = engine_config(num_blocks=None, max_model_len=1000, block_size=16, auto_max_model_len=True)
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory_bytes=BLOCK_BYTES))
+    least = 2 * BLOCK_BYTES
+    with pytest.raises(ConfigError, match=rf"max_model_len=auto, here the length of one block \(16\),.* to at least {least}\.$"):
+        size_cache(config, budget(10 * BLOCK_BYTES), BLOCK_BYTES)
+    enough = dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory_bytes=least))
+    assert size_cache(enough, budget(10 * BLOCK_BYTES), BLOCK_BYTES).max_model_len == 16
+
+
 def test_auto_shrinks_and_says_so() -> None:
     config = engine_config(num_blocks=None, max_model_len=1000, block_size=16, auto_max_model_len=True)
     size = size_cache(config, budget(10 * MIB), BLOCK_BYTES)

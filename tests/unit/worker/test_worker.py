@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -273,6 +274,22 @@ def test_report_and_executor() -> None:
     assert seen[-1][1] == seen[-1][2]
     assert Driver(executor).generate(prompt_of(0, 5), 3)[0]  # type: ignore[arg-type]
     executor.shutdown()
+
+
+def test_phases_within_one_another_count_once() -> None:
+    worker = Worker(small_config(max_num_seqs=2), lambda *_: None)
+    worker._phases.clear()
+    began = time.perf_counter()
+    with worker._phase("outer"):
+        for _ in range(2):
+            with worker._phase("inner"):
+                time.sleep(0.02)
+    with worker._phase("last"):
+        pass
+    whole, phases = time.perf_counter() - began, worker._phases
+    assert [p.name for p in phases] == ["inner", "inner", "outer", "last"]
+    assert sum(p.seconds for p in phases) <= whole
+    assert phases[2].seconds < whole - 0.04
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
