@@ -224,8 +224,10 @@ def _does_not_fit(config: EngineConfig, budget: Budget, available: int, needed: 
         return text + "." + (_smaller_steps(budget) if budget.activations > needed else "")
     used = budget.weights + budget.activations
     fraction = (needed + min(budget.other, CONTEXT_BYTES) + used) / max(1, budget.total)
-    if fraction < 1.0 and needed + budget.other + used < budget.total:
-        text += f", or raise --gpu-memory-utilization to {fraction + 0.005:.2f}"
+    enough = f"{fraction + 0.005:.2f}"
+    room = budget.total - budget.other - used - int(HEADROOM * budget.total)
+    if fraction < 1.0 and needed <= room and float(enough) > config.cache.memory_utilization:
+        text += f", or raise --gpu-memory-utilization to {enough}"
     text += "."
     if budget.activations > 2 * needed:
         text += _smaller_steps(budget)

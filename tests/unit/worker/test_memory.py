@@ -80,6 +80,7 @@ def test_the_length_that_an_error_names_fits_and_the_next_does_not() -> None:
 
 def test_the_setting_that_an_error_names_is_enough() -> None:
     config = on_gpu(engine_config(num_blocks=None, max_model_len=2000, block_size=16))
+    config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory_utilization=0.36))
     with pytest.raises(ConfigError) as e:
         size_cache(config, budget(10 * MIB), BLOCK_BYTES)
     fraction = float(re.search(r"--gpu-memory-utilization to ([0-9.]+)\.$", str(e.value)).group(1))  # type: ignore[union-attr]
@@ -208,6 +209,20 @@ def test_a_size_that_was_asked_for_may_take_all_that_is_free() -> None:
     budget = cuda_budget(config, 0, 10 * GIB, NO_GRAPHS, CudaMemory(100 * GIB, 90 * GIB, 10 * GIB))
     assert budget.cache == 89 * GIB
     assert size_cache(config, budget, GIB) == memory.CacheSize(60, 64)
+
+
+@pytest.mark.parametrize(("utilization", "free", "advised"), [(0.02, 99, "0.04"), (0.02, 5, "0.04"), (0.02, 3, None), (0.5, 3, None)])
+def test_a_fraction_is_advised_only_where_it_helps(utilization: float, free: int, advised: str | None) -> None:
+    """3 GiB are needed. What others hold does not give way to a larger fraction."""
+    config = gpu_config(utilization)
+    seen = CudaMemory(100 * GIB, free * GIB, 0)
+    with pytest.raises(ConfigError) as e:
+        size_cache(config, cuda_budget(config, 0, 0, NO_GRAPHS, seen), 3 * GIB // 5)
+    assert ("--gpu-memory-utilization to" in str(e.value)) == (advised is not None)
+    if advised is not None:
+        raised = dataclasses.replace(config, cache=dataclasses.replace(config.cache, memory_utilization=float(advised)))
+        assert f"--gpu-memory-utilization to {advised}" in str(e.value)
+        assert size_cache(raised, cuda_budget(raised, 0, 0, NO_GRAPHS, seen), 3 * GIB // 5).max_model_len == 64
 
 
 def test_whoever_holds_the_memory_is_named() -> None:
