@@ -148,3 +148,29 @@ def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
 def test_settings_that_cannot_be(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(**settings(tmp_path, **more))
+
+
+def test_stages_end_by_themselves_with_steps_under_way(tmp_path: Path) -> None:
+    """The other stage is in steps that rank 0 has not begun: it waits for rank 0 in them, and would have to be killed."""
+    llm = LLM(**settings(tmp_path, tensor_parallel_size=1, pipeline_parallel_size=2))
+    client: Any = llm._client
+    params = [SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)] * 4
+    turn, executor = client.step, client.core.executor
+    turns = 0
+
+    def some_turns(*args: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        if turns > 6 and executor._waiting:
+            raise KeyboardInterrupt
+        return turn(*args)
+
+    client.step = some_turns
+    client.abort_all = lambda: None  # what an engine is told that has no time left
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 4, params)
+    assert executor._waiting
+    (end,) = executor._ends
+    executor.shutdown()
+    assert end.process.returncode == 0
+    llm.close()

@@ -209,6 +209,10 @@ class RanksExecutor:
         """End the other ranks, then release rank 0. Calling it again does nothing."""
         if self._closing:
             return
+        # The other ranks are in these steps already, and would wait for rank 0's share instead of for their end.
+        with contextlib.suppress(Exception):
+            while self._waiting and self._failure is None:
+                self._launch(self._waiting.popleft())
         self._end_ranks(stop=True)
         self._first.shutdown()
 
