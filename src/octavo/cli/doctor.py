@@ -22,6 +22,7 @@ from typing import Literal
 
 from octavo._version import __version__
 from octavo.cli.parser import CommandParser, Namespace
+from octavo.config.device import gpu_problem
 from octavo.config.open_files import LEAST_FILES
 from octavo.config.sizes import format_bytes
 
@@ -178,10 +179,12 @@ def _nvidia_smi() -> list[list[str]]:
 
 
 def check_gpu() -> Check:
-    gpus = _nvidia_smi()
+    gpus, problem = _nvidia_smi(), gpu_problem()
     if not gpus:
         if shutil.which("nvidia-smi"):
             return Check("GPU", "fail", "nvidia-smi fails", "The NVIDIA driver does not work: run nvidia-smi to see why.")
+        if problem is not None:
+            return Check("GPU", "fail", f"not usable: {problem}", "Octavo runs on the CPU until that is mended.")
         return Check("GPU", "ok", "none: Octavo runs on the CPU")
     names = []
     busy = []
@@ -191,6 +194,8 @@ def check_gpu() -> Check:
             busy.append(str(i))
     if importlib.metadata.version("torch").endswith("+cpu"):
         return Check("GPU", "warn", "; ".join(names), "The installed torch is a CPU build, so the GPU stays idle. Install a CUDA build.")
+    if problem is not None:
+        return Check("GPU", "fail", "; ".join(names), f"Octavo runs on the CPU: {problem}.")
     if busy:
         advice = f"Other programs use over half of GPU {', '.join(busy)}: end them, or lower --gpu-memory-utilization."
         return Check("GPU", "warn", "; ".join(names), advice)

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _CU_COMPUTE_CAPABILITY_MAJOR = 75
 _CU_COMPUTE_CAPABILITY_MINOR = 76
 _MOST_THREADS = 1024
+_CUDA_STUB, _CUDA_NO_DEVICE = 34, 100
+"""Errors of CUDA: a library without a driver behind it; a driver without a card."""
 NATIVE_ABI = 7
 """Of the compiled CPU kernels that this code calls."""
 
@@ -276,6 +278,17 @@ class _NoGpu:
     """There is a GPU, but it cannot be used."""
 
 
+def gpu_problem() -> str | None:
+    """Why the GPU that is there cannot be used, if so."""
+    found = _cuda(1)
+    return found.why if isinstance(found, _NoGpu) and found.there else None
+
+
+def _has_cards() -> bool:
+    """Whether the system has a file for an NVIDIA card."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def _cuda(threads: int) -> DeviceInfo | _NoGpu:
     """The first visible GPU, or why there is none."""
     try:
@@ -283,11 +296,16 @@ def _cuda(threads: int) -> DeviceInfo | _NoGpu:
     except OSError:
         return _NoGpu("no NVIDIA driver is installed (libcuda.so.1 is missing)")
     version, count, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = visible is None or visible.strip() not in ("", "-1")
+    of_these = f"; CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else ""
     if (status := cuda.cuInit(0)) != 0:
-        return _NoGpu(f"the NVIDIA driver finds no usable GPU ({_cuda_error(cuda, status)})")
+        # A driver without a card is usual in containers. Other errors are of one that is there, and broken.
+        there = wanted and (status not in (_CUDA_STUB, _CUDA_NO_DEVICE) or (status == _CUDA_NO_DEVICE and _has_cards()))
+        return _NoGpu(f"the NVIDIA driver finds no usable GPU ({_cuda_error(cuda, status)}{of_these})", there=there)
     cuda.cuDeviceGetCount(ctypes.byref(count))
     if count.value == 0:
-        return _NoGpu("no GPU is visible (is CUDA_VISIBLE_DEVICES empty?)")
+        return _NoGpu(f"no GPU is visible{of_these}", there=wanted and _has_cards())
     built_for = torch_cuda_version()
     if built_for is None:
         return _NoGpu("torch is not installed", there=True)

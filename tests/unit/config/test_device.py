@@ -109,6 +109,43 @@ def test_a_gpu_that_is_not_used_is_mentioned(machine: Any, caplog: pytest.LogCap
     assert "Running on the CPU, because the NVIDIA driver is too old" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("driver", "cards", "visible", "said"),
+    [
+        (Driver(init_status=803), False, None, True),
+        (Driver(init_status=802), True, "0", True),
+        (Driver(init_status=803), True, "-1", False),
+        (Driver(init_status=34), False, None, False),
+        (Driver(init_status=100), False, None, False),
+        (Driver(init_status=100), True, "GPU-xyz", True),
+        (Driver(init_status=100), True, "", False),
+        (Driver(count=0), True, "7", True),
+        (Driver(count=0), False, None, False),
+    ],
+)
+def test_a_broken_driver_is_mentioned_and_a_gpu_that_is_not_wanted_is_not(
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    driver: Driver,
+    cards: bool,
+    visible: str | None,
+    said: bool,
+) -> None:
+    machine(driver)
+    monkeypatch.setattr(device, "_has_cards", lambda: cards)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with caplog.at_level(logging.WARNING):
+        assert detect_device().kind == "cpu"
+    assert ("Running on the CPU, because" in caplog.text) is said
+    assert (device.gpu_problem() is not None) is said
+    if said and visible is not None:
+        assert f"CUDA_VISIBLE_DEVICES is {visible!r}" in caplog.text
+
+
 def test_an_older_driver_of_the_same_major_version_is_fine(machine: Any) -> None:
     machine(Driver(version=13000), (13, 2))
     assert detect_device("cuda").kind == "cuda"
