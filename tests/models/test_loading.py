@@ -176,13 +176,20 @@ def test_larger_than_memory_is_refused_before_loading(tiny: Path) -> None:
 def test_what_would_fit_is_what_can_be_had(tiny: Path, tmp_path: Path) -> None:
     """Low-bit weights are no way out where the file has its own, or transformers runs the model."""
     plain = config_for(tiny)
-    assert "or low-bit weights (--quantization int8" in too_large(plain, 2**40)
+    room = plain.device.free_bytes or plain.device.total_bytes
+    assert "or low-bit weights (--quantization int8" in too_large(plain, 2 * room), "a quarter of float32"
+    assert too_large(plain, 5 * room).endswith("billion parameters in float32: use a smaller model or a checkpoint with 4 bits a weight.")
+    assert too_large(plain, 9 * room).endswith("use a smaller model.")
     through = replace(plain, model=replace(plain.model, implementation="transformers"))
-    assert too_large(through, 2**40).endswith("use a smaller model.")
+    assert too_large(through, 2 * room).endswith("use a smaller model.")
     low_bit = {**plain.model.hf_config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
     for stored in (replace(plain.model, path=str(tmp_path / "m.gguf")), replace(plain.model, hf_config=low_bit)):
         said = too_large(replace(plain, model=stored), 2**40)
-        assert "need 1024.0 GiB as they are kept, but" in said and said.endswith("use a smaller model or one with fewer bits a weight.")
+        assert (
+            "need 1024.0 GiB as they are kept, but" in said
+            and "It has room for weights of about" in said
+            and said.endswith("use a smaller model or one with fewer bits a weight.")
+        )
 
 
 def test_weights_beyond_their_share_of_a_gpu_are_not_read(tiny: Path) -> None:
@@ -196,6 +203,12 @@ def test_weights_beyond_their_share_of_a_gpu_are_not_read(tiny: Path) -> None:
         _check_room(config, 2**31)
     _check_room(config, 2**30)
     _check_room(replace(config, cache=replace(config.cache, num_blocks_override=10)), 2**31)
+    asked = replace(config, cache=replace(config.cache, memory_bytes=2**33))
+    _check_room(asked, 2**33)
+    with pytest.raises(
+        ConfigError, match=rf"--kv-cache-memory-bytes {2**33} \(8\.0 GiB\) .* \(9\.0 GiB\) are more than .* Lower it, or leave it"
+    ):
+        _check_room(asked, 9 * 2**30)
 
 
 def test_a_limit_of_addresses_is_named_where_the_memory_is_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +240,9 @@ def test_safetensors_alone_means_that(tiny: Path) -> None:
         RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)"),
         RuntimeError("can't start new thread"),
         torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
 def test_memory_that_is_refused_while_loading_is_said_as_such(tiny: Path, refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

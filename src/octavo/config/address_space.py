@@ -82,6 +82,10 @@ def be_frugal() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(os.environ["MALLOC_ARENA_MAX"]) if os.environ["MALLOC_ARENA_MAX"].isdigit() else 1)
 
 
+_REFUSALS = ("start new thread", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What threads, the CUDA driver (Triton's and torch's words), and cuBLAS say."""
+
+
 def is_refusal(error: BaseException) -> bool:
     """Whether something failed because the system gives no more memory, or no more addresses."""
     if isinstance(error, MemoryError):
@@ -91,7 +95,11 @@ def is_refusal(error: BaseException) -> bool:
     words = str(error)
     if isinstance(error, ImportError | OSError):
         return "annot allocate memory" in words or "failed to map segment" in words
-    return isinstance(error, RuntimeError) and ("start new thread" in words or ("alloc" in words and "memory" in words))
+    if not isinstance(error, RuntimeError):
+        return False
+    if "could not create a primitive" in words:  # all that oneDNN says, whatever the reason
+        return limit() is not None
+    return any(of in words for of in _REFUSALS) or ("alloc" in words and "memory" in words)
 
 
 def why_ended(error: Exception, otherwise: str) -> str:

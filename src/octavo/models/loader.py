@@ -424,6 +424,12 @@ def _check_room(config: EngineConfig, needed: int) -> None:
     room = device.free_bytes if device.kind == "cuda" else device.total_bytes
     if 0 < room < needed:
         raise ConfigError(too_large(config, needed))
+    if device.kind == "cuda" and cache.memory_bytes is not None and 0 < room < needed + cache.memory_bytes:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes {cache.memory_bytes} ({format_bytes(cache.memory_bytes)}) and the weights of {config.model.name} "
+            f"({format_bytes(needed)}) are more than {device.name} has free: {format_bytes(room)} of {format_bytes(device.total_bytes)}. "
+            "Lower it, or leave it out: then the cache takes what is left."
+        )
     # Where the user has said how large the cache is, the share is no limit.
     if device.kind == "cuda" and not cache.sized and needed > (share := int(cache.memory_utilization * device.total_bytes)) > 0:
         raise ConfigError(
@@ -440,14 +446,21 @@ def too_large(config: EngineConfig, needed: int) -> str:
     room = device.free_bytes or device.total_bytes
     itemsize = getattr(torch, dtype).itemsize
     stored_so = config.model.path.endswith(".gguf") or weight_format(config) != (None, None)
-    instead = "" if runs_through_transformers(config) else " or low-bit weights (--quantization int8, or a checkpoint made so)"
-    if stored_so:
-        instead = " or one with fewer bits a weight"
+    most = 0.9 * room
     # A tenth stays for a step's own memory and a small cache.
+    at_8_bits = needed / itemsize
+    if stored_so:
+        has, instead = f"weights of about {format_bytes(int(most))}", " or one with fewer bits a weight"
+    else:
+        has, instead = f"about {most / itemsize / 1e9:.1f} billion parameters in {dtype}", ""
+        if not runs_through_transformers(config):
+            if at_8_bits <= most:
+                instead = " or low-bit weights (--quantization int8, or a checkpoint made so)"
+            elif at_8_bits / 2 <= most:
+                instead = " or a checkpoint with 4 bits a weight"
     text = (
         f"The weights of {config.model.name} need {format_bytes(needed)} {'as they are kept' if stored_so else f'in {dtype}'}, but "
-        f"{device.name} has {format_bytes(room)} free of {format_bytes(device.total_bytes)}. It has room for about "
-        f"{0.9 * room / itemsize / 1e9:.1f} billion parameters in {dtype}: use a smaller model{instead}"
+        f"{device.name} has {format_bytes(room)} free of {format_bytes(device.total_bytes)}. It has room for {has}: use a smaller model{instead}"
     )
     if device.kind == "cuda" and itemsize > 2:
         text += " or --dtype bfloat16"

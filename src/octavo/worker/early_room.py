@@ -11,9 +11,21 @@ import torch
 from octavo.attention.base import LayerSpec
 from octavo.attention.select import attention_class, layout_of
 from octavo.config.types import EngineConfig
+from octavo.errors import ConfigError
 from octavo.models.loader import CheckRoom
 from octavo.models.spec import ModelSpec
-from octavo.worker.memory import Budget, CudaMemory, GraphMemory, activation_bound, cpu_budget, cuda_budget, size_kinds
+from octavo.worker.memory import (
+    Budget,
+    CudaMemory,
+    GraphMemory,
+    activation_bound,
+    cache_bytes,
+    cannot_allocate,
+    cpu_budget,
+    cuda_budget,
+    shape_of,
+    size_kinds,
+)
 
 
 def early_room(config: EngineConfig, device: torch.device) -> CheckRoom:
@@ -25,7 +37,13 @@ def early_room(config: EngineConfig, device: torch.device) -> CheckRoom:
         def block_bytes(members: tuple[int, ...]) -> int:
             return int(kernels.bytes_per_block(tuple(layers[i] for i in members), config.cache.block_size, cache_dtype))
 
-        size_kinds(config, _at_most(config, device, spec, weights), layout_of(config, layers, spec.layer_specs), block_bytes)
+        budget, layout = _at_most(config, device, spec, weights), layout_of(config, layers, spec.layer_specs)
+        size = size_kinds(config, budget, layout, block_bytes)
+        # A size that was asked for, and is not there: on a GPU no more memory will come.
+        if device.type == "cuda" and config.cache.sized:
+            shape = shape_of(size, layout, block_bytes, config.cache.block_size, 0)
+            if (asked := cache_bytes(shape)) > CudaMemory.now(device).free:
+                raise ConfigError(cannot_allocate(config, budget, size.num_blocks, asked))
 
     return check
 

@@ -17,6 +17,7 @@ from octavo.protocol.engine import EngineReady, Phase
 from octavo.protocol.params import PoolingParams
 from octavo.protocol.pooling import Pooled, PoolRow
 from octavo.worker import torch_threads
+from octavo.worker.step_halves import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,14 @@ class PoolingWorker:
         """A group; in halves when the device has no memory for it at once."""
         try:
             return self._model.pool(rows)
-        except torch.OutOfMemoryError as e:
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
             if len(rows) == 1:
                 return [f"The device has no memory for this prompt of {len(rows[0].token_ids)} tokens: {e}"]
         logger.warning("Out of device memory with %d prompts: computing them in two halves.", len(rows))
-        torch.cuda.empty_cache()
+        if self._config.device.kind == "cuda":
+            torch.cuda.empty_cache()
         half = len(rows) // 2
         return [*self._try(rows[:half]), *self._try(rows[half:])]
 

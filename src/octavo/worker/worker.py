@@ -181,9 +181,9 @@ class Worker:
             return
         try:
             self._launched.append(self._runner.launch(plan))
-        except torch.OutOfMemoryError:
+        except RuntimeError as e:
             # Give fragments back, so that the next, smaller step has a chance.
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and is_out_of_memory(e):
                 torch.cuda.empty_cache()
             raise
 
@@ -230,7 +230,9 @@ class Worker:
             torch.cuda.synchronize(self._device)
             try:
                 self._graphs.capture(shape)
-            except torch.OutOfMemoryError:
+            except RuntimeError as e:
+                if not is_out_of_memory(e):
+                    raise
                 logger.warning("No memory to capture further steps (%d left): they run with larger graphs.", len(self._later) + 1)
                 self._later.clear()
                 torch.cuda.empty_cache()
@@ -408,7 +410,9 @@ class Worker:
                 found = product_seconds(
                     model.products.layers, model.products.head, numbers, getattr(torch, config.model.dtype), self._device
                 )
-        except torch.OutOfMemoryError:
+        except RuntimeError as e:
+            if not is_out_of_memory(e):
+                raise
             logger.debug("No memory to measure products in.", exc_info=True)
         torch.cuda.empty_cache()
         agreed = {rows: float(self._ranks.smallest(round(1e9 * found.get(rows, 1.0)))) for rows in numbers}
