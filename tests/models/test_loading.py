@@ -211,6 +211,32 @@ def test_weights_beyond_their_share_of_a_gpu_are_not_read(tiny: Path) -> None:
         _check_room(asked, 9 * 2**30)
 
 
+@pytest.mark.parametrize(
+    ("family", "device", "through", "words"),
+    [
+        ("llama", "cpu", False, None),
+        ("llama", "cpu", True, "LlamaForCausalLM runs through transformers here, whose products depend on the batch"),
+        ("llama", "cuda", True, "LlamaForCausalLM runs through transformers here"),
+        ("gpt_oss", "cpu", False, "the compiled kernels do not run GptOssForCausalLM as a whole"),
+        ("deepseek_v3", "cpu", False, "the compiled kernels do not run DeepseekV3ForCausalLM as a whole"),
+        ("mixtral", "cuda", False, "the products of experts on a GPU .* MixtralForCausalLM has experts"),
+        ("glm4_moe_lite", "cuda", False, "the products of experts on a GPU"),
+    ],
+)
+def test_the_same_bits_are_promised_only_where_they_are_kept(
+    tmp_path: Path, family: str, device: str, through: bool, words: str | None
+) -> None:
+    save_tiny(tmp_path, family)
+    plain = config_for(tmp_path)
+    model = replace(plain.model, implementation="transformers") if through else plain.model
+    config = replace(plain, batch_invariant=True, model=model, device=replace(plain.device, kind=device))  # type: ignore[arg-type]
+    if words is None:
+        load_model(config, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+        return
+    with pytest.raises(ConfigError, match=rf"--batch-invariant: {words}.*Leave it out"):
+        load_model(config, load_ops("cpu"), torch.device("cpu"), lambda *_: None)
+
+
 def test_a_limit_of_addresses_is_named_where_the_memory_is_there(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address_space, "limit", lambda: 2**32)
     config = config_for(tiny)

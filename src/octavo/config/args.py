@@ -221,7 +221,8 @@ class EngineArgs:
         None,
         "The logits of a request are the same bits whatever else is in the batch and however it is computed. On a GPU steps take longer for "
         "it: 1.1 to 1.5 times on an H200, more with low-bit weights, which are unpacked in every step (architecture.md, On a GPU). There it "
-        "goes with bfloat16 and float16, and not with models that have experts. "
+        "goes with bfloat16 and float16, and not with models that have experts or latent attention; on a CPU with models that the compiled "
+        "kernels run as a whole, in one process; and not with models that run through transformers. "
         "Default: off, or on with the environment variable VLLM_BATCH_INVARIANT=1.",
         group="execution",
     )

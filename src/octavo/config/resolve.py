@@ -120,7 +120,7 @@ def resolve(
         cache=_cache(args, model, device, parallel, warnings),
         scheduler=scheduler,
         attention=_attention(args, device, warnings),
-        batch_invariant=_batch_invariant(args, model, device),
+        batch_invariant=_batch_invariant(args, model, device, parallel.world),
         device=device,
         parallel=parallel,
         reliability=ReliabilityConfig(args.engine_restarts, args.engine_hang_timeout, args.debug_scripted_model),
@@ -528,10 +528,14 @@ def _attention(args: EngineArgs, device: DeviceInfo, warnings: list[str]) -> Att
     return chosen
 
 
-def _batch_invariant(args: EngineArgs, model: ModelConfig, device: DeviceInfo) -> bool:
+def _batch_invariant(args: EngineArgs, model: ModelConfig, device: DeviceInfo, ranks: int) -> bool:
     """Checked here as far as settings tell; `attention.select` knows the rest."""
     if not args.batch_invariant:
         return False
+    if model.pooling is not None:
+        raise ConfigError("--batch-invariant is for models that generate: what a model pools depends on the batch. Leave it out.")
+    if device.kind == "cpu" and ranks > 1:
+        raise ConfigError("--batch-invariant on a CPU needs the native kernels, which one process runs: leave out -tp and -pp.")
     if device.kind == "cpu" and not device.native_kernels:
         raise ConfigError(
             "--batch-invariant on a CPU needs the native kernels, which run float32 models: leave --dtype and --cpu-kernels at auto "

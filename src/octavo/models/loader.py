@@ -111,6 +111,10 @@ def load_model(
     """
     model = config.model
     if runs_through_transformers(config):
+        if config.batch_invariant:
+            raise ConfigError(
+                f"--batch-invariant: {config.model.architecture} runs through transformers here, whose products depend on the batch. Leave it out."
+            )
         check_divisible(config)
         if model.quantization is not None:
             raise _not_through_transformers(config)
@@ -121,10 +125,7 @@ def load_model(
         progress(_PHASE, 1, 1)
         return fallback
     spec, family, gguf = read_spec(config, model.hf_config)
-    if config.batch_invariant and spec.moe is not None and config.device.kind == "cuda":
-        raise ConfigError(
-            f"--batch-invariant: the products of experts on a GPU depend on the batch, and {spec.architecture} has experts. Leave it out."
-        )
+    _check_batch_invariant(config, spec)
     dtype: torch.dtype = getattr(torch, model.dtype)
     dealt_out = config.parallel.whole_experts and spec.moe is not None
     shard = Shard(group.rank, group.size, dealt_out, pipeline.stage, pipeline.stages)
@@ -414,6 +415,23 @@ def stored_tensors(config: EngineConfig, gguf: GgufFile | None) -> Iterable[Stor
         CheckpointError: a file cannot be read.
     """
     return _stored(config.model.path, gguf, None)[1]
+
+
+def _check_batch_invariant(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises:
+    ConfigError: the same bits in any batch are asked for, and parts of the model are computed by a library that does not promise them.
+    """
+    if not config.batch_invariant:
+        return
+    name, why = spec.architecture, None
+    if config.device.kind == "cpu":
+        why = None if compilable(spec) else f"the compiled kernels do not run {name} as a whole, and torch's depend on the batch"
+    elif spec.moe is not None:
+        why = f"the products of experts on a GPU depend on the batch, and {name} has experts"
+    elif spec.latent is not None:
+        why = f"the products of latent attention on a GPU depend on the batch, and {name} has it"
+    if why is not None:
+        raise ConfigError(f"--batch-invariant: {why}. Leave it out.")
 
 
 def _check_room(config: EngineConfig, needed: int) -> None:

@@ -55,6 +55,8 @@ def test_scales_found_while_running() -> None:
         (HOPPER, {"batch_invariant": True, "dtype": "float32"}, "--batch-invariant on a GPU.*bfloat16 or float16"),
         (CPU, {"batch_invariant": True, "cpu_kernels": "torch"}, "--batch-invariant on a CPU needs the native kernels"),
         (CPU, {"batch_invariant": True, "dtype": "bfloat16"}, "--batch-invariant on a CPU needs the native kernels"),
+        (CPU, {"batch_invariant": True, "tensor_parallel_size": 2}, "--batch-invariant on a CPU.*one process.*leave out -tp and -pp"),
+        (CPU, {"batch_invariant": True, "pipeline_parallel_size": 2}, "--batch-invariant on a CPU.*one process.*leave out -tp and -pp"),
         (HOPPER, {"batch_invariant": True, "attention_backend": "FLASHINFER"}, "FLASHINFER cannot replace"),
         (HOPPER, {"attention_backend": "FLASHINFR"}, "Did you mean FLASHINFER"),
         (
