@@ -169,7 +169,8 @@ class EngineArgs:
     scheduling_policy: str = setting("fcfs", "Order of waiting requests.", group="scheduler", choices=("fcfs", "priority", "fair"))
     target_step_ms: float | None = setting(
         None,
-        "Size prompt chunks so that a step with decodes lasts about this long. Default: off on a GPU, 250 on a CPU.",
+        "Size prompt chunks so that a step with decodes lasts about this long; 0 is off. Default: 200 on a GPU (off in LLM, where nobody waits "
+        "for single tokens), 250 on a CPU.",
         group="scheduler",
     )
     max_waiting: int = setting(1024, "Requests that may wait before the server answers 429.", group="scheduler")

@@ -91,6 +91,7 @@ def resolve(
     pooling_length: int | None = None,
     node_token: str = "",
     share_gpus: bool = False,
+    offline: bool = False,
 ) -> EngineConfig:
     """The configuration that these settings mean for this model on this device.
 
@@ -100,6 +101,7 @@ def resolve(
         pooling: how the model pools, when that is what it is run for. pooling_length: the longest prompt it was made for.
         node_token: the secret that hosts know each other by.
         share_gpus: more ranks than GPUs are no error: they share them.
+        offline: nobody waits for single tokens.
 
     Raises:
         ConfigError: a value is out of range or of the wrong kind; the message names the setting.
@@ -114,7 +116,7 @@ def resolve(
     if parallel.world == 1:
         model = _dtype_of_kernels(args, model, device, warnings)
     device = _kernels(args, model, device, parallel, warnings)
-    scheduler = _scheduler(args, model, device, parallel.pipeline, warnings)
+    scheduler = _scheduler(args, model, device, parallel.pipeline, warnings, offline=offline)
     return EngineConfig(
         model=model,
         cache=_cache(args, model, device, parallel, warnings),
@@ -182,12 +184,13 @@ def _whole(args: EngineArgs, name: str, minimum: int = 1, maximum: int | None = 
     return value
 
 
-def _positive(args: EngineArgs, name: str, maximum: float = math.inf) -> float | None:
+def _positive(args: EngineArgs, name: str, maximum: float = math.inf, *, or_zero: bool = False) -> float | None:
     value = getattr(args, name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= maximum:
-        allowed = "greater than 0" if maximum == math.inf else f"greater than 0 and at most {maximum:g}"
+    fits = not isinstance(value, bool) and isinstance(value, (int, float)) and (0 < value <= maximum or (or_zero and value == 0))
+    if not fits:
+        allowed = f"{'0, or ' if or_zero else ''}greater than 0" + ("" if maximum == math.inf else f" and at most {maximum:g}")
         raise ConfigError(f"{_flag(name)} must be {allowed}, got {value!r}.")
     return float(value)
 
@@ -546,7 +549,9 @@ def _batch_invariant(args: EngineArgs, model: ModelConfig, device: DeviceInfo, r
     return True
 
 
-def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages: int, warnings: list[str]) -> SchedulerConfig:
+def _scheduler(
+    args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages: int, warnings: list[str], *, offline: bool
+) -> SchedulerConfig:
     gpu = device.kind == "cuda"
     big = gpu and device.total_bytes >= _BIG_GPU
     seqs = _whole(args, "max_num_seqs") or (1024 if big else 256 if gpu else 64)
@@ -562,7 +567,9 @@ def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages:
         if args.max_num_seqs is not None:  # by default it follows
             warnings.append(f"--max-num-seqs {seqs} is more than the token budget of a step: running with {budget}.")
         seqs = budget
-    target = _positive(args, "target_step_ms")
+    target = _positive(args, "target_step_ms", or_zero=True)
+    if target is None:
+        target = 250.0 if not gpu else 0.0 if offline else 200.0
     threshold = _whole(args, "long_prefill_token_threshold", minimum=0)
     max_waiting = _whole(args, "max_waiting")
     assert threshold is not None and max_waiting is not None
@@ -576,9 +583,10 @@ def _scheduler(args: EngineArgs, model: ModelConfig, device: DeviceInfo, stages:
         max_num_batched_tokens=budget,
         chunked_prefill=args.enable_chunked_prefill,
         policy=policy,  # type: ignore[arg-type]
-        target_step_ms=target if target is not None else (None if gpu else 250.0),
+        target_step_ms=target or None,
         long_prefill_token_threshold=threshold,
         max_waiting=max_waiting,
         inflight=(1 if overlap else 0) + stages - 1,
         stages=stages,
+        first_chunk=2048 if gpu else 128,
     )

@@ -133,6 +133,8 @@ class SchedulerConfig:
     """Steps launched ahead of the one being settled (k): 0 is synchronous."""
     stages: int = 1
     """Of a pipeline: steps in flight have different requests then."""
+    first_chunk: int = 128
+    """Prompt tokens of a step to try while nothing is known of how long they take; of use with a target."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Scheduler:
         self.queue = queue
         self.policy = policy
         self.life = life
-        self.step_time = StepTimeModel()
+        self.step_time = StepTimeModel(config.first_chunk)
         self._turn = 0
         self._promised = 0
         """Rows passed over in this turn that get a block when steps in flight settle."""

@@ -13,8 +13,6 @@ import math
 FORGET = 0.98
 TOKENS_UNIT = 256.0
 PAIRS_UNIT = 65536.0
-FIRST_CHUNK = 128
-"""Tokens to try while nothing is known."""
 GROWTH = 2
 """A step gets at most this many times the tokens of the largest step seen: the model is not trusted far outside of what it saw."""
 OUTLIER = 8.0
@@ -31,7 +29,12 @@ def chunk_pairs(start: int, count: int) -> float:
 class StepTimeModel:
     """Recursive least squares over three features."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_chunk: int) -> None:
+        """
+        Args:
+            first_chunk: tokens to try while nothing is known.
+        """
+        self._first_chunk = first_chunk
         self.observations = 0
         self.largest = 0
         """Most tokens seen in one step."""
@@ -91,4 +94,4 @@ class StepTimeModel:
 
     def most_tokens(self) -> int:
         """Tokens a step may have, by what has been seen so far."""
-        return max(FIRST_CHUNK, GROWTH * self.largest)
+        return max(self._first_chunk, GROWTH * self.largest)

@@ -63,8 +63,11 @@ def engine_args(model: str, settings: dict[str, Any]) -> EngineArgs:
     return EngineArgs(model=os.fspath(model), **settings)
 
 
-def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch:
+def prepare_launch(args: EngineArgs, progress: Progress | None = None, *, offline: bool = False) -> Launch:
     """Find the model and resolve the settings. Reads no weights; may download them.
+
+    Args:
+        offline: nobody waits for single tokens.
 
     Raises:
         OctavoError: the model cannot be found or a setting cannot work.
@@ -100,6 +103,7 @@ def prepare_launch(args: EngineArgs, progress: Progress | None = None) -> Launch
         pooling_length=None if pooling is None else pooling.max_length,
         node_token=node_token(args),
         share_gpus=os.environ.get("OCTAVO_SHARE_GPUS", "0") not in ("", "0"),
+        offline=offline,
     )
     _check_addresses(config)
     defaults = default_sampling_params(checkpoint, args)

@@ -75,7 +75,7 @@ class LLM:
     def __init__(self, model: str = "", *, progress: Progress | None = None, **settings: Any) -> None:
         self._client: InProcessClient | None = None
         settings.setdefault("disable_log_stats", True)
-        launch = prepare_launch(engine_args(model, settings), progress)
+        launch = prepare_launch(engine_args(model, settings), progress, offline=True)
         if launch.config.parallel.data > 1:
             raise ConfigError("--data-parallel-size: LLM has one replica. Serve the model (octavo serve), or use AsyncLLM.")
         self.args: EngineArgs = launch.args

@@ -28,10 +28,22 @@ def test_defaults_follow_the_device() -> None:
     cpu, gpu = make(CPU), make(GPU)
     assert (cpu.model.dtype, gpu.model.dtype) == ("float32", "bfloat16")
     assert (cpu.scheduler.inflight, gpu.scheduler.inflight) == (0, 1)
+    assert (cpu.scheduler.target_step_ms, gpu.scheduler.target_step_ms) == (250.0, 200.0)
+    assert make(target_step_ms=0).scheduler.target_step_ms is None
+    assert (cpu.scheduler.first_chunk, gpu.scheduler.first_chunk) == (128, 2048)
     assert (cpu.scheduler.max_num_seqs, gpu.scheduler.max_num_seqs) == (64, 1024)
     assert make(GPU, {"dtype": "float32"}).model.dtype == "float16"
     assert make(OLD_GPU).model.dtype == "float16"
     assert cpu.model.eos_token_ids == (2,), "ids outside the vocabulary cannot end a sequence"
+
+
+def test_offline_nobody_waits_for_single_tokens() -> None:
+    for device, target in ((GPU, None), (CPU, 250.0)):
+        found = resolve(EngineArgs(), path="/m", name="m", hf_config=LLAMA, eos_token_ids=(2,), device=device, offline=True)
+        assert found.scheduler.target_step_ms == target
+    asked = EngineArgs(target_step_ms=90)
+    found = resolve(asked, path="/m", name="m", hf_config=LLAMA, eos_token_ids=(2,), device=GPU, offline=True)
+    assert found.scheduler.target_step_ms == 90.0
 
 
 def test_requests_at_once_follow_the_budget_of_a_step() -> None:
@@ -80,7 +92,8 @@ def test_one_token_is_enough_to_embed() -> None:
         ({"cpu_offload_gb": 2.0}, NotYet, "--cpu-offload-gb 2.0"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ConfigError, "4096"),
         ({"scheduling_policy": "random"}, ConfigError, "fcfs, priority, fair"),
-        ({"target_step_ms": -1}, ConfigError, "--target-step-ms"),
+        ({"target_step_ms": -1}, ConfigError, "--target-step-ms must be 0, or greater than 0, got -1"),
+        ({"target_step_ms": False}, ConfigError, "--target-step-ms must be 0, or"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], error: type[OctavoError], words: str) -> None:

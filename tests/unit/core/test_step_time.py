@@ -3,7 +3,9 @@ import random
 
 import pytest
 
-from octavo.core.step_time import FIRST_CHUNK, GROWTH, StepTimeModel, chunk_pairs
+from octavo.core.step_time import GROWTH, StepTimeModel, chunk_pairs
+
+FIRST_CHUNK = 128
 
 
 def true_seconds(tokens: int, pairs: float) -> float:
@@ -12,7 +14,7 @@ def true_seconds(tokens: int, pairs: float) -> float:
 
 def trained(steps: int = 200, noise: float = 0.0) -> StepTimeModel:
     rng = random.Random(0)
-    model = StepTimeModel()
+    model = StepTimeModel(FIRST_CHUNK)
     for _ in range(steps):
         tokens = rng.choice([1, 4, 16, 64, 200, 512])
         pairs = chunk_pairs(rng.randrange(4000), tokens)
@@ -72,13 +74,13 @@ def test_long_steady_decoding_does_not_upset_it() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_times_that_are_none_are_ignored(seconds: float) -> None:
-    model = StepTimeModel()
+    model = StepTimeModel(FIRST_CHUNK)
     model.observe(10, 55.0, seconds)
     assert model.observations == 0
 
 
 def test_before_it_knows_anything_chunks_are_small_and_grow_gradually() -> None:
-    model = StepTimeModel()
+    model = StepTimeModel(FIRST_CHUNK)
     assert model.largest_chunk(0, 1.0) > 10_000
     assert model.most_tokens() == FIRST_CHUNK
     model.observe(400, 80200.0, 0.1)
