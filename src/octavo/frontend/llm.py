@@ -6,15 +6,18 @@ the object stays usable.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import inspect
 import itertools
 import logging
+import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from types import FrameType
@@ -82,6 +85,8 @@ class LLM:
         self.config: EngineConfig = launch.config
         self._tokenizer = open_tokenizer(launch)
         self._client = InProcessClient(launch.config, progress or _no_progress)
+        if launch.config.parallel.world > 1:
+            _close_at_exit(self)
         log_warnings(self._client.ready_report, launch.config)
         self._defaults = launch.default_sampling_params
         self._processor = InputProcessor(launch.config, self._tokenizer, self._client.ready_report.max_model_len)
@@ -431,6 +436,19 @@ class LLM:
         if self._client is None:
             raise InvalidRequest("This LLM has been closed. Make a new one.")
         return self._client
+
+
+def _close_at_exit(llm: LLM) -> None:
+    """Ranks take leave of each other before the interpreter ends, also where a program does not close its LLM: the library that connects them
+    would end the process with an abort."""
+    here, found = os.getpid(), weakref.ref(llm)
+
+    def close() -> None:
+        left = found()
+        if left is not None and os.getpid() == here:  # not in a copy of the process, whose ranks they are not
+            left.close()
+
+    atexit.register(close)
 
 
 def _signature() -> inspect.Signature:
