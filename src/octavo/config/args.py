@@ -232,7 +232,7 @@ class EngineArgs:
     data_parallel_size: int = setting(
         1,
         "Replicas of the model, each on GPUs of its own. A request goes to the one that has the longest beginning of its prompt cached, or "
-        "that has least to do.",
+        "that has least to do. Not for LLM, which has one: AsyncLLM, or a server.",
         group="execution",
         short="dp",
     )
