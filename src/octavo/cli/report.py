@@ -26,7 +26,10 @@ def capacity(ready: EngineReady, tokens: int) -> int:
 def report_rows(ready: EngineReady, config: EngineConfig) -> list[tuple[str, str]]:
     """The lines of the report: what, and how much."""
     tokens = (ready.num_blocks - 1) * ready.block_size
-    free = ready.total_bytes - ready.weights_bytes - ready.activation_bytes - ready.other_bytes - ready.cache_bytes
+    used = ready.weights_bytes + ready.activation_bytes + ready.cache_bytes
+    if config.device.kind == "cpu":  # which the ranks of a host share
+        used *= config.parallel.per_node
+    free = ready.total_bytes - ready.other_bytes - used
     where = "host memory" if config.device.kind == "cpu" else "GPU memory"
     count = config.device.threads
     threads = f", {count} thread{'s' * (count != 1)}" if config.device.kind == "cpu" else ""

@@ -15,7 +15,7 @@ from typing import Any, cast
 from octavo.config.args import EngineArgs
 from octavo.config.device import native_kernels_problem, native_kernels_remedy
 from octavo.config.quantization import quantization_method
-from octavo.config.sizes import parse_size
+from octavo.config.sizes import format_bytes, parse_size
 from octavo.config.types import (
     AttentionName,
     CacheConfig,
@@ -462,6 +462,8 @@ def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: P
     memory = _whole(args, "kv_cache_memory_bytes")
     if memory is None and (gib := _positive(args, "cpu_kvcache_space")) is not None:
         memory = int(gib * 2**30)
+    if memory is not None and device.kind == "cpu" and parallel.executor != "ray":
+        _check_host_memory(args, memory, device, parallel)
     dtype = _cache_dtype(args, model, device)
     return CacheConfig(
         block_size=block_size,
@@ -471,6 +473,24 @@ def _cache(args: EngineArgs, model: ModelConfig, device: DeviceInfo, parallel: P
         dtype=dtype,
         prefix_caching=args.enable_prefix_caching,
         calibrate=_calibrates(args, dtype, warnings),
+    )
+
+
+def _check_host_memory(args: EngineArgs, memory: int, device: DeviceInfo, parallel: ParallelConfig) -> None:
+    """A host gives out more memory than it has, and ends who uses it.
+
+    Raises:
+        ConfigError: the caches of all processes here are more than that.
+    """
+    count = parallel.per_node * parallel.data
+    if count * memory <= device.total_bytes or not device.total_bytes:
+        return
+    flag = "--kv-cache-memory-bytes" if args.kv_cache_memory_bytes is not None else "--cpu-kvcache-space"
+    each = "" if count == 1 else f", {count} times (once for each process),"
+    most = device.total_bytes // count
+    raise ConfigError(
+        f"{flag}: {format_bytes(memory)}{each} is more than the {format_bytes(device.total_bytes)} of memory here. Give at most "
+        f"{most if args.kv_cache_memory_bytes is not None else f'{most / 2**30:.2f} (GiB)'}, or leave it out."
     )
 
 

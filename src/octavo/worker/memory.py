@@ -294,9 +294,8 @@ def cpu_budget(config: EngineConfig, weights: int, activations: int) -> Budget:
     total, available = host_memory(addresses=False)
     left = available - activations
     # A size that was asked for is compared with all that is free, not with our default's share of it.
-    cache = (
-        left if config.cache.sized else min(CPU_CACHE_BYTES, int(left * CPU_FRACTION) // (config.parallel.per_node * config.parallel.data))
-    )
+    here = config.parallel.per_node * config.parallel.data
+    cache = (left if config.cache.sized else min(CPU_CACHE_BYTES * here, int(left * CPU_FRACTION))) // here
     if (most := address_space.limit()) is not None:  # of these, others use none
         growth = ADDRESS_GROWTH + address_space.BYTES_A_TOKEN * config.model.vocab_size
         total, cache = min(total, most), min(cache, most - address_space.used() - activations - growth)

@@ -56,6 +56,14 @@ def test_the_report_adds_up() -> None:
     assert rows["Started in"] == "1.8 s, weights 1.5, warm-up 0.2"
 
 
+def test_ranks_of_a_host_share_its_memory() -> None:
+    config = tiny_config()
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=2))
+    assert dict(report_rows(ready(total_bytes=16 * GIB), config))["Left free"] == "3.0 GiB of 16.0 GiB host memory"
+    gpu = dataclasses.replace(config, device=dataclasses.replace(config.device, kind="cuda"))
+    assert dict(report_rows(ready(total_bytes=16 * GIB), gpu))["Left free"] == "9.0 GiB of 16.0 GiB GPU memory"
+
+
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [

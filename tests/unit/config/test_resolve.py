@@ -37,6 +37,31 @@ def test_defaults_follow_the_device() -> None:
     assert cpu.model.eos_token_ids == (2,), "ids outside the vocabulary cannot end a sequence"
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_memory_bytes": 13 * 2**30}, None),
+        ({"kv_cache_memory_bytes": 17 * 2**30}, r"--kv-cache-memory-bytes: 17.0 GiB is more than the 16.0 GiB.* at most 17179869184,"),
+        (
+            {"kv_cache_memory_bytes": 13 * 2**30, "data_parallel_size": 2},
+            r"13.0 GiB, 2 times \(once for each process\), is more.* 8589934592,",
+        ),
+        (
+            {"cpu_kvcache_space": 5.0, "tensor_parallel_size": 4},
+            r"--cpu-kvcache-space: 5.0 GiB, 4 times .* at most 4.00 \(GiB\), or leave it",
+        ),
+        ({"cpu_kvcache_space": 4.0, "tensor_parallel_size": 4}, None),
+    ],
+)
+def test_caches_that_a_host_has_no_memory_for(settings: dict[str, Any], words: str | None) -> None:
+    host = dataclasses.replace(CPU, total_bytes=2**34, free_bytes=2**34)
+    if words is None:
+        assert make(host, **settings).cache.sized
+        return
+    with pytest.raises(ConfigError, match=words):
+        make(host, **settings)
+
+
 def test_offline_nobody_waits_for_single_tokens() -> None:
     for device, target in ((GPU, None), (CPU, 250.0)):
         found = resolve(EngineArgs(), path="/m", name="m", hf_config=LLAMA, eos_token_ids=(2,), device=device, offline=True)

@@ -140,6 +140,8 @@ def test_cpu_budget_leaves_half_and_caps_the_default(monkeypatch: pytest.MonkeyP
     assert cpu_budget(engine_config(num_blocks=None, memory_bytes=7 * 2**30), 0, 0).cache == 2**34
     several = dataclasses.replace(config, parallel=ParallelConfig(tensor=4, pipeline=2, data=3, nodes=NodesConfig(count=2)))
     assert cpu_budget(several, 0, 0).cache == 2**33 // 12  # four ranks of each of three replicas are here
+    asked = dataclasses.replace(several, cache=dataclasses.replace(config.cache, memory_bytes=2**33))
+    assert cpu_budget(asked, 0, 0).cache == 2**34 // 12
 
 
 def test_cpu_budget_within_a_limited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
