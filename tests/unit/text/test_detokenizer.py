@@ -72,6 +72,18 @@ def test_without_a_prompt_pieces_put_together_are_the_whole_text(tokenizer: Toke
     assert joined == shown(tokenizer.decode(output, skip), joined)
 
 
+@pytest.mark.parametrize(
+    ("tail", "shown_of_it"), [("e697", ""), ("e6", ""), ("f09f98", ""), ("eda0", "\ufffd\ufffd"), ("ed9f", ""), ("a0", "\ufffd")]
+)
+def test_of_a_character_that_is_cut_nothing_is_shown_and_bytes_that_can_be_none_stay(tail: str, shown_of_it: str) -> None:
+    byte_of = {
+        BYTE_FALLBACK.token_bytes(i): i for i in range(BYTE_FALLBACK.vocab_size) if (BYTE_FALLBACK.backend.token(i) or "").startswith("<0x")
+    }
+    ids = [0, *(byte_of[bytes([b])] for b in bytes.fromhex(tail))]
+    detokenizer = IncrementalDetokenizer(BYTE_FALLBACK, (), False)
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == BYTE_FALLBACK.decode([0], False) + shown_of_it
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
 def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer, text: str) -> None:

@@ -79,8 +79,10 @@ class _ByteStream:
         return self._trim(self._decoder.decode(b"".join([self._token_bytes(i) for i in ids if i not in self._skipped])))
 
     def flush(self) -> str:
-        self._decoder.reset()  # all that it keeps is the beginning of a character
-        return ""
+        kept, _ = self._decoder.getstate()
+        self._decoder.reset()
+        # All that it keeps is the beginning of a character, or of half a surrogate pair, which is none.
+        return self._trim(kept.decode("utf-8", "replace")) if kept[:1] == b"\xed" and kept[1:2] >= b"\xa0" else ""
 
     def _trim(self, text: str) -> str:
         if self._drop_space and text:
