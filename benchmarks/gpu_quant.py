@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from benchmarks.gpu_attention import READ_BYTES_PER_S, graph_us
 from octavo.ops.coded import Activations, CodedRows
-from octavo.ops.cuda import compiled, ordered
 from octavo.ops.cuda import low_bit as cuda
+from octavo.ops.cuda import ordered
 from octavo.ops.cuda.compiler import architecture
 from octavo.ops.packed import DenseWeight, OffsetWeight, SegmentedWeight
 from octavo.ops.reference.low_bit import unpack
@@ -80,7 +80,7 @@ def grid(form: cuda.Form, columns: int, inner: int, rows: int) -> Iterator[cuda.
     """Tunings that fit."""
     if form.ordered:
         yield from ordered.candidates(form, columns, inner, rows, sm_count(DEVICE))
-    if rows <= 16:
+    if rows <= 16 and not (form.ordered and form.group == ordered.SHORT_GROUP):
         tiles = 1 if rows <= 8 else 2
         for warps, split, stages, blocks in itertools.product((4, 8, 14, 16), (1, 2, 4, 8), (2, 3, 4, 6, 8), (1, 2)):
             tuning = cuda.Stream(tiles, warps, split, stages, blocks)
@@ -110,7 +110,7 @@ def tuned(weights: Sequence[LowBit | OffsetWeight], x: torch.Tensor) -> tuple[fl
     tunings = list(grid(form, columns, inner, rows))
     for tuning in tunings:
         if isinstance(tuning, ordered.Ordered):
-            compiled.prepare(cuda.Program(form, tuning), DEVICE)
+            ordered.prepare(form, tuning, DEVICE)
         else:
             cuda.prepare(form, tuning, inner, DEVICE)
 

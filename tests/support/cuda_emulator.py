@@ -108,11 +108,19 @@ def emulate(x: torch.Tensor, weight: LowBit | OffsetWeight, bias: torch.Tensor |
     return out
 
 
-def emulate_ordered(x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: Form, tuning: ordered.Ordered) -> torch.Tensor:
+def emulate_ordered(
+    x: torch.Tensor, weight: LowBit | OffsetWeight, bias: torch.Tensor | None, form: Form, tuning: ordered.Ordered
+) -> torch.Tensor:
     """As `octavo.ops.cuda.ordered.multiply`."""
     out = torch.full((len(x), weight.out_features), torch.nan, dtype=x.dtype)
-    run = emulated(source(form, tuning, 0, MACHINE.read_text()), tuning.name, 2)
-    packed = arguments(x, None, weight, low_bit_layout(weight), bias, out, None)
+    run = emulated(source(form, tuning, 0, MACHINE.read_text()), tuning.name, 4)
+    sums = None
+    if form.offsets:
+        sums = tuning.sums.images(len(x), x.shape[1], x.device).fill_(0xFF)
+        program = tuning.sums.program(half=form.half)
+        add_up = emulated(source(program.form, tuning.sums, 0, MACHINE.read_text()), tuning.sums.name, 0, kind="Inputs")
+        add_up(ordered.arguments_of_sums(x, sums), *tuning.sums.grid(*x.shape))
+    packed = arguments(x, sums, weight, low_bit_layout(weight), bias, out, None)
     sms = (_SMS if tuning.cluster == 1 else 64) * tuning.cluster
     run(packed, *ordered.boxes_of(x, weight, form, tuning), *ordered.grid_of(len(x), weight.out_features, tuning, sms))
     return out

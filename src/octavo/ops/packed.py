@@ -113,6 +113,9 @@ class Int8Weight:
     out_features: int
     in_features: int
     nbytes: int
+    ordered: bool = False
+    """Columns lie in blocks of 16 as the tensor cores take them: bytes 4 * q to 4 * q + 3 of a block are columns 2 * q, the next one, and
+    the two that are 8 further."""
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,12 @@ def test_small_kernels_let_products_start_early_whose_blocks_fill_an_sm(monkeypa
 
 
 def test_products_of_one_row_fill_sms_where_most_weights_are_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = CodedRows(torch.zeros(64, 256, dtype=torch.uint8), 4, torch.ones(64, 2).half(), group=128)
+    codes = torch.zeros(64, 256, dtype=torch.uint8)
 
-    def fills(low_bit_weights: int, dense_weights: int) -> bool:
+    def fills(low_bit_weights: int, dense_weights: int, group: int = 128) -> bool:
         linear = TritonLinear()
         for _ in range(low_bit_weights):
-            linear.pack_coded(codes, torch.bfloat16)
+            linear.pack_coded(CodedRows(codes, 4, torch.ones(64, 256 // group).half(), group=group), torch.bfloat16)
         for _ in range(dense_weights):
             linear.pack(torch.zeros(64, 256).bfloat16())
         return linear.fills_whole_sms
@@ -59,5 +59,6 @@ def test_products_of_one_row_fill_sms_where_most_weights_are_low_bit(monkeypatch
     assert not fills(2, 1)  # the kernels do not run here
     monkeypatch.setattr(low_bit_module, "architecture", lambda device: "sm_90a")
     monkeypatch.setattr(low_bit_module.cuda, "prepare", lambda *_: None)
-    monkeypatch.setattr(low_bit_module.compiled, "prepare", lambda *_: None)
-    assert fills(2, 1) and not fills(1, 1)
+    monkeypatch.setattr(low_bit_module.ordered, "prepare", lambda *_: None)
+    for group in (32, 128):
+        assert fills(2, 1, group) and not fills(1, 1, group)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from octavo.ops.coded import Activations, CodedRows, dequantize, joined
 from octavo.ops.packed import DenseWeight, Int4Weight, Int8Weight, LinearWeight, OffsetWeight, SegmentedWeight, TableWeight
-from octavo.ops.reference.low_bit import in_order, pack_coded, round_activations, unpack
+from octavo.ops.reference.low_bit import bytes_in_order, in_order, pack_coded, round_activations, unpack
 from octavo.ops.triton.linear import TritonLinear
 from octavo.ops.triton.low_bit import LowBitLinear
 from octavo.ops.triton.low_bit_matmul import LowBit, LowBitTuning, _exact, add_sparse, low_bit_layout, low_bit_matmul, unpack_weight
@@ -97,7 +97,7 @@ def test_unpacked_is_the_reference(name: str, device: torch.device) -> None:
     torch.testing.assert_close(got, (expected @ eye), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("group", [128, 256, 0])
+@pytest.mark.parametrize("group", [32, 128, 256, 0])
 def test_codes_in_the_order_of_tensor_cores(group: int, device: torch.device) -> None:
     out, inner, rows = 64, 512, 9
     groups = inner // group if group else 1
@@ -109,7 +109,20 @@ def test_codes_in_the_order_of_tensor_cores(group: int, device: torch.device) ->
     assert torch.equal(unpack(weight, torch.float32), unpack(as_read, torch.float32))
     assert torch.equal(unpack_weight(weight, torch.float32), unpack_weight(as_read, torch.float32))
     x, workspace = torch.randn(rows, inner, device=device).to(half(device)), SkinnyWorkspace.allocate(8 * 32 * 2 * 32, 16, device)
-    for tuning in (LowBitTuning(32, 128, 1, 4, 3, rows=16), LowBitTuning(32, 64, 2, 4, 3, rows=16)):
+    for tuning in (LowBitTuning(32, 64 if group == 32 else 128, 1, 4, 3, rows=16), LowBitTuning(32, 64, 2, 4, 3, rows=16)):
+        got = low_bit_matmul(x, weight, None, workspace, tuning)
+        assert relative_error(got, x.double() @ unpack(weight, torch.float64).T) < 5e-3
+
+
+def test_bytes_in_the_order_of_tensor_cores(device: torch.device) -> None:
+    out, inner, rows = 80, 512, 9
+    coded = CodedRows(torch.randint(-128, 128, (out, inner), dtype=torch.int8), 8, torch.rand(out, inner // 32).half() * 0.001, group=32)
+    as_read = pack_coded(on(coded, device), half(device))
+    assert isinstance(as_read, Int8Weight)
+    weight = complete(replace(as_read, data=bytes_in_order(as_read.data), ordered=True))
+    assert torch.equal(unpack_weight(weight, torch.float32), unpack_weight(as_read, torch.float32))
+    x, workspace = torch.randn(rows, inner, device=device).to(half(device)), SkinnyWorkspace.allocate(8 * 32 * 2 * 32, 16, device)
+    for tuning in (LowBitTuning(32, 32, 1, 4, 3, rows=16), LowBitTuning(16, 32, 2, 4, 3, rows=16)):
         got = low_bit_matmul(x, weight, None, workspace, tuning)
         assert relative_error(got, x.double() @ unpack(weight, torch.float64).T) < 5e-3
 

@@ -360,6 +360,20 @@ INLINE void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u32 tile, int by
   }
   warp_barrier();
 }
+// The same with 16 numbers of each row that lie eight rows by eight numbers together.
+template <int count>
+INLINE void warpgroup_mma_plain(float (&d)[count], const u32 (&a)[4], u32 tile) {
+  int lane = current & 31;
+  if (tile % 16) abort();
+  show(a, 0, 0);
+  for (int i = 0; i < count; i++) {
+    int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
+    float sum = 0;
+    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(checked<u16>(shared_memory + tile + column / 8 * 256 + k / 8 * 128 + column % 8 * 16 + k % 8 * 2));
+    d[i] += sum;
+  }
+  warp_barrier();
+}
 // The same with bytes: rows of x have their upper and lower ones in two columns.
 template <int count>
 INLINE void warpgroup_mma(int (&d)[count], const u32 (&a)[4], u32 tile, int byte) {
@@ -459,6 +473,7 @@ static void copy_tensor(u32 to, const Map& map, const int64_t (&from)[5], u32 ba
   end_phase(phases.at(bar));
 }
 INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_tensor(to, map, {0, row, chunk, 0, 0}, bar); }
+INLINE void copy_box_at(u32 to, const Map& map, int word, int row, u32 bar) { copy_tensor(to, map, {word, row, 0, 0, 0}, bar); }
 INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) { copy_box(to, map, row, chunk, bar); }
 INLINE void copy_page(u32 to, const Map& map, int row, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, 0, head, block}, bar); }
 INLINE void copy_lines(u32 to, const Map& map, int row, int line, int head, int block, u32 bar) { copy_tensor(to, map, {0, row, line, head, block}, bar); }

@@ -48,7 +48,7 @@ class Form:
     zeros: bool
     bias: bool
     ordered: bool = False
-    """See `Int4Weight.ordered`."""
+    """See `Int4Weight.ordered`, `Int8Weight.ordered`."""
     offsets: bool = False
     """Groups have offsets (see `OffsetWeight`), in the place of zero points; `zeros` too then."""
 
@@ -302,7 +302,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
 
     The rules are what measurements on an H200 say of the shapes of an 8B model (`benchmarks/gpu_quant.py`).
     """
-    if not 0 < rows <= MOST_ROWS:
+    if not 0 < rows <= MOST_ROWS or (form.ordered and form.group == 32):
         return None
     if rows <= STREAM_ROWS:
         chunks, words = inner // form.chunk, form.chunk // 8
@@ -327,7 +327,7 @@ def choice(form: Form, columns: int, inner: int, rows: int, sms: int) -> Tuning 
 
 
 class InputsArguments(ctypes.Structure):
-    """`Inputs` of `kernels/inputs.cu`."""
+    """`Inputs` of `kernels/low_bit.h`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "image", "scales")),
@@ -359,7 +359,7 @@ def form_of(weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) ->
     scale_type = 0 if layout.scales is None else _index(layout.scales.dtype)
     table_type = 0 if layout.table is None else _index(layout.table.dtype)
     offsets = layout.offsets is not None
-    if scale_type is None or table_type is None or (offsets and (layout.zeros is not None or layout.ordered or not layout.group)):
+    if scale_type is None or table_type is None or (offsets and (layout.zeros is not None or not layout.group)):
         return None
     return Form(
         kind=layout.kind,
@@ -448,6 +448,13 @@ INLINE void {name}({number} (&d)[{count}], const u32 (&a)[4], u32 tile, int byte
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(swizzled_operand_of(tile, byte)), "r"({add}));
 }}
 """)
+    if not integers:  # x as it is in `plain_operand`
+        functions.append(
+            functions[0]
+            .replace("warpgroup_mma(", "warpgroup_mma_plain(")
+            .replace("u32 tile, int byte", "u32 tile")
+            .replace("swizzled_operand_of(tile, byte)", "plain_operand(tile)")
+        )
     return "".join(functions)
 
 
@@ -473,7 +480,7 @@ class Images:
 
 def arguments(
     x: torch.Tensor,
-    images: Images | None,
+    images: Images | torch.Tensor | None,
     weight: LowBit | OffsetWeight,
     layout: LowBitLayout,
     bias: torch.Tensor | None,
@@ -483,10 +490,10 @@ def arguments(
     def address(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
 
-    size = x.element_size()
+    size, written = x.element_size(), images.images if isinstance(images, Images) else images
     return Arguments(
-        x=x.data_ptr() if images is None else images.images.data_ptr(),
-        x_scales=0 if images is None else images.scales.data_ptr(),
+        x=x.data_ptr() if written is None else written.data_ptr(),
+        x_scales=images.scales.data_ptr() if isinstance(images, Images) else 0,
         scales=address(layout.scales),
         zeros=address(layout.zeros if layout.offsets is None else layout.offsets),
         table=address(layout.table),
@@ -558,6 +565,7 @@ def multiply(
         [rows, out_features] in x's dtype.
     """
     assert not (isinstance(tuning, Tiles) and (form.ordered or (form.offsets and not tuning.integers)))
+    assert not (form.ordered and form.group == 32)
     form = form.read_by(tuning)
     layout = low_bit_layout(weight)
     out = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)

@@ -67,7 +67,8 @@ def unpack(weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
             return dequantize(coded, dtype)
         case Int8Weight():
             zeros = None if weight.zeros is None else weight.zeros.T
-            coded = CodedRows(weight.data, 8, weight.scales.T, zeros, group=weight.group)
+            codes = bytes_out_of_order(weight.data) if weight.ordered else weight.data
+            coded = CodedRows(codes, 8, weight.scales.T, zeros, group=weight.group)
             return _to_inputs(dequantize(coded, dtype), weight.columns, weight.in_features)
         case Int4Weight():
             codes = _whole_bytes(out_of_order(weight.data) if weight.ordered else weight.data)
@@ -173,6 +174,23 @@ def out_of_order(data: torch.Tensor) -> torch.Tensor:
     bytes_ = data.view(len(data), -1, 4, 2, 2)  # 32 columns, quarter, odd, sixteen
     codes = torch.stack((bytes_ & 15, bytes_ >> 4), -1).permute(0, 1, 4, 5, 2, 3)
     return interleaved(codes.reshape(len(data), -1))
+
+
+def bytes_in_order(data: torch.Tensor) -> torch.Tensor:
+    """8-bit codes [rows, columns], of whole blocks of 16 columns, as `Int8Weight.ordered` has them."""
+    return _pairs_exchanged(data, 2, 4)
+
+
+def bytes_out_of_order(data: torch.Tensor) -> torch.Tensor:
+    """The way back from `bytes_in_order`."""
+    return _pairs_exchanged(data, 4, 2)
+
+
+def _pairs_exchanged(data: torch.Tensor, *lines: int) -> torch.Tensor:
+    """The pairs of each 16 bytes, which are lines of a matrix, column by column."""
+    data = data.contiguous()
+    pairs = (data if data.storage_offset() % 2 == 0 else data.clone()).view(torch.int16).view(len(data), -1, *lines)
+    return pairs.transpose(2, 3).reshape(len(data), -1).view(data.dtype)
 
 
 def _to_inputs(weight: torch.Tensor, columns: torch.Tensor | None, in_features: int) -> torch.Tensor:

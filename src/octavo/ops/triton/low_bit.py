@@ -37,7 +37,7 @@ class LowBitLinear:
         """Weights that the workspace is large enough for, by all that its size depends on."""
         self._cuda_kernels = compiled.Kind("low-bit weights")
         self.streams = 0
-        """Weights whose products of one row are by `cuda.Stream`."""
+        """Weights whose products of one row are by CUDA C++ kernels."""
 
     def pack(self, rows: CodedRows, dtype: torch.dtype) -> LinearWeight:
         """See `ops.registry.PackCoded`."""
@@ -45,12 +45,12 @@ class LowBitLinear:
             return DenseWeight.plain(dequantize(rows, dtype))
         weight = pack_low_bit(rows, dtype)
         if dtype in _HALF and not isinstance(weight, (DenseWeight, SegmentedWeight)):
-            if not isinstance(weight, OffsetWeight) and self._form(weight, dtype, bias=False) is not None:
+            if self._form(weight, dtype, bias=False) is not None:
                 weight = ordered.ordered(weight)
             self._reserve(weight, dtype)
             form = self._form(weight, dtype, bias=False)
             columns, inner, device = weight.out_features, low_bit_layout(weight).inner, weight.data.device
-            self.streams += form is not None and cuda.choice(form, columns, inner, 1, sm_count(device)) is not None
+            self.streams += form is not None and _native(form, columns, inner, 1, sm_count(device)) is not None
         return weight
 
     def linear(self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,7 +80,12 @@ class LowBitLinear:
         return _with_outliers(weight, x, out)
 
     def _multiply(
-        self, x: torch.Tensor, weight: LowBit, bias: torch.Tensor | None, form: cuda.Form, native: cuda.Tuning | ordered.Ordered
+        self,
+        x: torch.Tensor,
+        weight: LowBit | OffsetWeight,
+        bias: torch.Tensor | None,
+        form: cuda.Form,
+        native: cuda.Tuning | ordered.Ordered,
     ) -> torch.Tensor:
         if isinstance(native, ordered.Ordered):
             return ordered.multiply(x, weight, bias, form, native)
@@ -88,14 +93,14 @@ class LowBitLinear:
 
     def with_offsets(self, x: torch.Tensor, weight: OffsetWeight, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The product of few rows, where one kernel adds up codes and offsets; else None."""
-        few = x.dtype in _HALF and 0 < len(x) <= _MOST_ROWS_WITH_OFFSETS
+        few = x.dtype in _HALF and 0 < len(x) <= _most_rows(weight)
         form = self._form(weight, x.dtype, bias=bias is not None) if few else None
         inner = weight.in_features
-        native = None if form is None else cuda.choice(form, weight.out_features, inner, len(x), sm_count(x.device))
+        native = None if form is None else _native(form, weight.out_features, inner, len(x), sm_count(x.device))
         if form is None or native is None:
             return None
         placed = _aligned(x)
-        return self._cuda_kernels.attempt(lambda: cuda.multiply(placed, weight, bias, form, native, self._workspace))
+        return self._cuda_kernels.attempt(lambda: self._multiply(placed, weight, bias, form, native))
 
     def _form(self, weight: LowBit | OffsetWeight, dtype: torch.dtype, *, bias: bool) -> cuda.Form | None:
         """What the CUDA C++ kernels make of a weight, where they run and take it."""
@@ -135,7 +140,7 @@ class LowBitLinear:
             if form is None or native is None:
                 continue
             if isinstance(native, ordered.Ordered):
-                compiled.prepare(cuda.Program(form, native), device)
+                ordered.prepare(form, native, device)
             else:
                 cuda.prepare(form, native, layout.inner, device)
                 self._enlarge(*cuda.workspace_size(rows, columns, layout.inner, native, sm_count(device)), device)
@@ -153,12 +158,13 @@ class LowBitLinear:
 
 
 _FEWEST_ORDERED_ROWS = 5
-"""That `ordered` multiplies: it takes as long for one row as for eight, `stream` longer for eight and no longer for one."""
+"""That `ordered` multiplies where `stream` does too: it takes as long for one row as for eight, `stream` longer for eight and no longer
+for one."""
 
 
 def _native(form: cuda.Form, columns: int, inner: int, rows: int, sms: int) -> cuda.Tuning | ordered.Ordered | None:
     """The CUDA C++ kernel that multiplies so many rows, if one does."""
-    if form.ordered and rows >= _FEWEST_ORDERED_ROWS:
+    if form.ordered and (rows >= _FEWEST_ORDERED_ROWS or form.group == ordered.SHORT_GROUP):
         return ordered.choice(form, columns, inner, rows, sms)
     return cuda.choice(form, columns, inner, rows, sms)
 
@@ -168,13 +174,13 @@ _MOST_ROWS_BEFORE_8_BITS = 8
 
 
 _MOST_ROWS_WITH_OFFSETS = 32
-"""Beyond them sums of integers, converted group by group, cost more than a product for the offsets."""
+"""Of which `ordered` does not have the codes. Beyond them sums of integers, converted group by group, cost more than a product for the offsets."""
 
 
 def _most_rows(weight: LowBit | OffsetWeight) -> int:
     """That the CUDA C++ kernels are asked for."""
     if isinstance(weight, OffsetWeight):
-        return _MOST_ROWS_WITH_OFFSETS
+        return cuda.MOST_ROWS if weight.codes.ordered else _MOST_ROWS_WITH_OFFSETS
     rounds = isinstance(weight, (Int8Weight, Float8Weight)) and weight.activations.kind != "float"
     return _MOST_ROWS_BEFORE_8_BITS if rounds else cuda.MOST_ROWS
 

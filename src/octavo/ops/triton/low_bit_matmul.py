@@ -59,6 +59,12 @@ def _exact(codes, IN_HALF: tl.constexpr):
 
 
 @triton.jit
+def _byte_of(k):
+    """Where the code of column k is: see `Int8Weight.ordered`."""
+    return k // 16 * 16 + k % 8 // 2 * 4 + k // 8 % 2 * 2 + k % 2
+
+
+@triton.jit
 def accumulated(
     acc,
     x_columns,
@@ -89,11 +95,11 @@ def accumulated(
 
     x_columns: [1, rows] where each row of x begins. w_rows, entries: [columns, 1] where each column's codes and table begin.
     scale_at, zero_at: [columns] those of group 0. GROUP: columns of a group, 0 where one scale is for a whole row. ZEROS: each group has
-    a zero point (else 8 for int4, 0). X: x's dtype. ORDERED: see `Int4Weight.ordered`.
+    a zero point (else 8 for int4, 0). X: x's dtype. ORDERED: see `Int4Weight.ordered` and `Int8Weight.ordered`.
     """
     IN_HALF: tl.constexpr = tl.float16 == X
     POWER: tl.constexpr = 1024 if IN_HALF else 128
-    TWO_GROUPS: tl.constexpr = FOUR and GROUP == 32
+    TWO_GROUPS: tl.constexpr = FOUR and GROUP == 32 and not ORDERED
     for k0 in tl.range(lo, hi, INNER, num_stages=STAGES):
         if FOUR:
             b = tl.arange(0, INNER // 2)
@@ -148,11 +154,12 @@ def accumulated(
                 acc += total * scale[:, None]
         else:
             k = k0 + tl.arange(0, INNER)
+            place = _byte_of(k) if ORDERED else k
             if EVEN:
-                w = tl.load(w_rows + k[None, :])
+                w = tl.load(w_rows + place[None, :])
                 x = tl.load(x_columns + k[:, None], mask=in_rows, other=0.0)
             else:
-                w = tl.load(w_rows + k[None, :], mask=in_columns[:, None] & (k < hi)[None, :], other=0.0)
+                w = tl.load(w_rows + place[None, :], mask=in_columns[:, None] & (k < hi)[None, :], other=0.0)
                 x = tl.load(x_columns + k[:, None], mask=in_rows & (k < hi)[:, None], other=0.0)
             values = w.to(X)
             group = k0 // GROUP if GROUP > 0 else 0
@@ -285,7 +292,7 @@ class LowBitLayout:
     inner: int
     """Inputs as they are stored: with those that fill up groups."""
     ordered: bool = False
-    """See `Int4Weight.ordered`."""
+    """See `Int4Weight.ordered`, `Int8Weight.ordered`."""
     offsets: torch.Tensor | None = None
     """See `OffsetWeight`."""
 
@@ -302,8 +309,8 @@ def low_bit_layout(weight: LowBit | OffsetWeight) -> LowBitLayout:
             inner = weight.in_features if weight.columns is None else len(weight.columns)
             groups, out = weight.scales.shape
             kind: KindName = "int4" if isinstance(weight, Int4Weight) else "int8"
-            group, ordered = weight.group if groups > 1 else 0, isinstance(weight, Int4Weight) and weight.ordered
-            return LowBitLayout(kind, group, groups, 1, weight.scales, out, 1, weight.zeros, None, inner, ordered)
+            group = weight.group if groups > 1 else 0
+            return LowBitLayout(kind, group, groups, 1, weight.scales, out, 1, weight.zeros, None, inner, weight.ordered)
         case TableWeight():
             groups = 0 if weight.scales is None else weight.scales.shape[0]
             group = weight.group if groups > 1 else 0
@@ -335,6 +342,8 @@ def low_bit_matmul(
         [rows, out_features] in x's dtype.
     """
     layout, rows, columns = low_bit_layout(weight), x.shape[0], weight.out_features
+    if layout.ordered and layout.kind in FOUR_BITS and layout.group:
+        tuning = replace(tuning, inner=min(tuning.inner, layout.group))  # both halves of a byte are of one group
     assert layout.group == 0 or tuning.inner <= (max(64, layout.group) if layout.kind in FOUR_BITS else layout.group)
     if tuning.split > 1:
         elements, tiles = workspace_size(rows, columns, tuning)
@@ -418,7 +427,7 @@ def _unpack_kernel(
     k = tl.program_id(1) * INNER + tl.arange(0, INNER)
     kept = (n < columns)[:, None] & (k < inner)[None, :]
     w_rows = w_ptr + n.to(tl.int64)[:, None] * w_stride
-    if ORDERED:
+    if ORDERED and FOUR:
         # Words of the codes that lie 8 columns apart, of an even and an odd one: see `Int4Weight.ordered`.
         word = tl.program_id(1) * (INNER // 8) + tl.arange(0, INNER // 8)
         words = tl.load(w_rows + word[None, :], mask=(n < columns)[:, None] & (word < inner // 8)[None, :], other=0)
@@ -429,7 +438,7 @@ def _unpack_kernel(
         w = tl.load(w_rows + ((k // 64) * 32 + k % 32)[None, :], mask=kept, other=0)
         w = (w >> (((k // 32) % 2) * 4).to(tl.uint8)[None, :]) & 15
     else:
-        w = tl.load(w_rows + k[None, :], mask=kept, other=0.0)
+        w = tl.load(w_rows + (_byte_of(k) if ORDERED else k)[None, :], mask=kept, other=0.0)
     group = k // GROUP if GROUP > 0 else k * 0
     if KIND == "table":
         values = tl.load(table_ptr + n[:, None] * table_stride + w, mask=kept, other=0.0).to(tl.float32)
@@ -451,7 +460,7 @@ def unpack_weight(weight: LowBit, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(columns, layout.inner, dtype=dtype, device=weight.data.device)
     overlap = overlap_supported(out.device)
     grid = (triton.cdiv(columns, 16), triton.cdiv(layout.inner, 256))
-    data = weight.data.view(torch.int32) if layout.ordered else weight.data
+    data = weight.data.view(torch.int32) if layout.ordered and layout.kind in FOUR_BITS else weight.data
     _unpack_kernel[grid](
         data,
         weight.data if layout.scales is None else layout.scales,

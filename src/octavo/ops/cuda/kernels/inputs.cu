@@ -5,14 +5,6 @@
 #define THREADS 512
 #define SPREAD (THREADS / 16)  // stages that all threads have at once, 8 elements a thread, of HELD
 
-
-struct Inputs {
-  const u8* x;
-  u8* image;
-  float* scales;  // of rows
-  int rows, inner, x_stride, stages;
-};
-
 // Where the elements from `k` on, a multiple of 4, lie in a row of an image; the rest of the address is the row's.
 INLINE int place_of(int k) {
   const int part = k / CHUNK, within = k % CHUNK;

@@ -38,7 +38,7 @@
 #endif
 
 struct Args {
-  const u8* x;  // `tiles`: the images that `inputs` makes
+  const u8* x;  // `tiles`: the images that `inputs` makes; `ordered`: those of `sums`
   const u8* scales;
   const u8* zeros;
   const u8* table;
@@ -51,6 +51,16 @@ struct Args {
   int x_stride, out_stride;  // bytes
   int scale_group_stride, scale_row_stride, table_stride;  // elements
 };
+
+// Of the kernels that write x anew for others: `inputs` for `tiles`, `sums` for `ordered`.
+struct Inputs {
+  const u8* x;
+  u8* image;
+  float* scales;  // of rows
+  int rows, inner, x_stride, stages;
+};
+// Of a sum of 32 inputs, so that it is a number of x's dtype.
+#define SUM_FACTOR (HALF ? 0.03125f : 1.0f)
 
 #if HALF
 #define POWER 0x6400u  // 1024: a code below 1024 in the bits below it makes 1024 + code

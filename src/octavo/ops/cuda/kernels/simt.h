@@ -254,7 +254,13 @@ INLINE void copy_box(u32 to, const Map& map, int row, int chunk, u32 bar) {
                "r"(row), "r"(chunk), "r"(bar)
                : "memory");
 }
-// The same for what is read once: it leaves the L2 cache before anything else.
+// The same from word `word` of each row on, and of chunk 0.
+INLINE void copy_box_at(u32 to, const Map& map, int word, int row, u32 bar) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(&map), "r"(word),
+               "r"(row), "r"(0), "r"(bar)
+               : "memory");
+}
+// The same as `copy_box` for what is read once: it leaves the L2 cache before anything else.
 INLINE void copy_box_once(u32 to, const Map& map, int row, int chunk, u32 bar) {
   asm volatile(
       "{\n.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
@@ -333,6 +339,8 @@ INLINE u64 swizzled_operand(u32 tile, int byte) {
 }
 // The same, for several bytes of one tile: what they have in common is made once.
 INLINE u64 swizzled_operand_of(u32 tile, int byte) { return swizzled_operand(tile, 0) + (u64)(byte >> 4); }
+// Sixteen numbers of each row: the first eight of eight rows lie together, the others 128 bytes further; the next eight rows 256 further.
+INLINE u64 plain_operand(u32 tile) { return (u64)16 << 32 | ((tile & 0x3ffff) >> 4 | 8u << 16); }
 // The same for a matrix whose columns are the rows: 16 of them, 64 elements of each, and `lines` bytes further the next 64.
 INLINE u64 transposed_operand(u32 tile, int byte, int lines) {
   const u32 low = ((tile & 0x3ffff) >> 4 | (u32)lines >> 4 << 16) + (byte >> 4);
