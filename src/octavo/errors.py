@@ -76,6 +76,11 @@ def error_of(kind: str, message: str) -> OctavoError | None:
     return cls(message) if isinstance(cls, type) and issubclass(cls, OctavoError) else None
 
 
+def clause(error: Exception) -> str:
+    """What an error says, to go on with in the same sentence: without its full stop."""
+    return str(error).rstrip().removesuffix(".")
+
+
 def plain_text(message: str) -> str:
     """What another library says, without codes for terminals: it may end in a log, a file or a JSON reply."""
     return _TERMINAL_CODES.sub("", message)

@@ -19,6 +19,7 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import WaitingQueue, make_policy
 from octavo.core.scheduler import Scheduler, plan_pairs
 from octavo.core.settle import Flight, Settler
+from octavo.errors import clause
 from octavo.executor.base import Executor
 from octavo.protocol.engine import AbortRequests, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta, Vocabulary
 from octavo.protocol.step import StepPlan
@@ -141,7 +142,7 @@ class EngineCore:
             self._forget_step(self._next_step)
             for request in self.batch.requests:
                 if request is not None:
-                    self.life.fail(request, why_ended(error, f"The engine could not plan a step: {error}."))
+                    self.life.fail(request, why_ended(error, f"The engine could not plan a step: {clause(error)}."))
             return None
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -152,7 +153,7 @@ class EngineCore:
             logger.exception("Step %d could not be launched.", plan.step_id)
             self._forget_step(plan.step_id)
             self.batch.announce_again(plan.free_slots)
-            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {str(error).rstrip('.')}."))
+            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {clause(error)}."))
             self.life.settle(self.life.settled_step)
             return
         self.scheduler.conclude()
@@ -174,14 +175,14 @@ class EngineCore:
                 raise RuntimeError(f"step {result.step_id} came back instead of {plan.step_id}")
         except Exception as error:
             logger.exception("Step %d failed.", plan.step_id)
-            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {str(error).rstrip('.')}."))
+            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {clause(error)}."))
         else:
             now = time.monotonic()
             try:
                 deltas = self.settler.settle(plan, result, now)
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
-                self.settler.fail_rows(plan, why_ended(error, f"The engine failed on the result of this request: {error}."))
+                self.settler.fail_rows(plan, why_ended(error, f"The engine failed on the result of this request: {clause(error)}."))
             if self.scheduler.config.target_step_ms is not None:
                 seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
                 self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)

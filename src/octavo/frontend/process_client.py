@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, OctavoError, RequestFailed, error_of
+from octavo.errors import EngineDead, OctavoError, RequestFailed, clause, error_of
 from octavo.frontend.client import Progress, Sink, State
 from octavo.frontend.engine_process import EngineProcess
 from octavo.frontend.model_files import ModelFiles
@@ -141,7 +141,7 @@ class ProcessClient:
             await self._discard_process()
             self._state = "dead"
             self._death = EngineDead(str(e))
-            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {str(e).rstrip('.')}.") from None
+            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {clause(e)}.") from None
         except BaseException:
             await self.close()
             raise
@@ -468,7 +468,7 @@ class ProcessClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDead("The engine restarted before it answered. Try again."))
-        logger.error("%s%s; %d live requests", self._who, str(crash).rstrip("."), len(self._live))
+        logger.error("%s%s; %d live requests", self._who, clause(crash), len(self._live))
         self._judge(crash)
         while True:
             await self._discard_process()
@@ -516,7 +516,7 @@ class ProcessClient:
         logger.error("Request %s is taken for the cause and is not tried again", guilty.sink.request_id)
         guilty.sink.on_error(
             RequestFailed(
-                f"Request {guilty.sink.request_id} was running every time the engine process failed ({crash}). It is taken for the "
+                f"Request {guilty.sink.request_id} was running every time the engine process failed ({clause(crash)}). It is taken for the "
                 "cause and is not tried again; all other requests go on."
             )
         )
@@ -529,13 +529,12 @@ class ProcessClient:
         allowed = self._config.reliability.restarts
         if len(self._crash_times) > allowed:
             tries = f"it failed {len(self._crash_times)} times in {RESTART_WINDOW / 60:.0f} minutes" if allowed else "restarts are off"
-            raise EngineDead(f"The engine is gone: {crash}; {tries}, so it is not restarted.")
+            raise EngineDead(f"The engine is gone: {clause(crash)}; {tries}, so it is not restarted.")
 
     def _check_files(self, crash: _Crash) -> None:
         if (change := self._files.changed()) is not None:
-            why = str(crash).rstrip(".")
             raise EngineDead(
-                f"The engine is gone: {why}; {change}, so it is not loaded again behind the old tokenizer. Restart the server."
+                f"The engine is gone: {clause(crash)}; {change}, so it is not loaded again behind the old tokenizer. Restart the server."
             )
 
     def _fail_all(self, error: OctavoError) -> None:
