@@ -364,6 +364,7 @@ def test_one_that_a_signal_has_stopped_is_replaced_in_seconds(checkpoint: Path, 
             assert wait_until(lambda: gone(victim) and len(api_servers(server)) == 2, 20)
             assert kept.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
         assert f"(process {victim}) has been stopped for " in server.log
+        assert "was ended by SIGKILL; 0 of its requests" in server.log, "it was us: nobody need think of memory"
 
 
 def test_a_background_response_whose_server_dies_has_failed(checkpoint: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
                             failure = failure or message
     except BaseException:
         for rank in ranks:
-            rank.process.kill()
+            rank.abandon()
         raise
     finally:
         deadline = time.monotonic() + FOLLOW_SECONDS
@@ -122,7 +122,7 @@ def _end_stopped(ranks: list[LocalRank]) -> None:
     for rank in ranks:
         if rank.stopped_for() > SILENT_SECONDS:
             logger.error("Rank %d (process %d) is stopped, by a signal: ending it", rank.rank, rank.process.pid)
-            rank.process.kill()
+            rank.abandon()
 
 
 def _start(config: EngineConfig, rank: int, local_rank: int, patience: float, *, speaks: bool) -> LocalRank:
