@@ -113,6 +113,8 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
         deadline = time.monotonic() + FOLLOW_SECONDS
         for rank in ranks:
             rank.end(deadline, now=failure is not None)
+            if rank.killed_by_others:  # the first host sees only that it is gone
+                logger.error("%s", rank.farewell())
     return failure, all(rank.process.returncode == 0 for rank in ranks)
 
 

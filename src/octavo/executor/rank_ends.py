@@ -81,6 +81,11 @@ class LocalRank:
     def farewell(self) -> str:
         return f"Rank {self.rank} {describe_exit(self.process, by_us=self._killed)}."
 
+    @property
+    def killed_by_others(self) -> bool:
+        """A signal has ended it that was not ours."""
+        return not self._killed and (self.process.poll() or 0) < 0
+
     def stopped_for(self) -> float:
         """Seconds, as far as it has been looked at: to be asked now and then."""
         return self._stopped.seconds()
