@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, OctavoError, RequestFailed, clause, error_of
+from octavo.errors import CheckpointError, EngineDead, OctavoError, RequestFailed, UnsupportedModel, clause, error_of
 from octavo.frontend.client import Progress, Sink, State
 from octavo.frontend.engine_process import EngineProcess
 from octavo.frontend.model_files import ModelFiles
@@ -141,7 +141,7 @@ class ProcessClient:
             await self._discard_process()
             self._state = "dead"
             self._death = EngineDead(str(e))
-            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {clause(e)}.") from None
+            raise self._cannot_start(e) from None
         except BaseException:
             await self.close()
             raise
@@ -149,6 +149,11 @@ class ProcessClient:
         self._send_everybody()
         self._supervisor = asyncio.create_task(self._supervise(), name="octavo-engine-supervisor")
         return self._ready
+
+    def _cannot_start(self, crash: _Crash) -> OctavoError:
+        of_the_model = crash.kind in (CheckpointError.__name__, UnsupportedModel.__name__)  # so it is with every replica
+        who = "" if of_the_model else self._who
+        return error_of(crash.kind, f"{who}{crash}") or EngineDead(f"{who}The engine could not start: {clause(crash)}.")
 
     async def close(self) -> None:
         """End the engine process; live requests fail. Calling it again does nothing."""

@@ -346,7 +346,7 @@ class ApiServerHub:
         if self._stopping:
             return
         if not was_serving and not self._engine_ready:
-            self._fail(EngineDead(f"An API server {how} while it started."))
+            self._fail(EngineDead(f"API server {member.number} {how} while it started."))
             return
         logger.error("API server %d %s; %d of its requests end with it. Another takes its place.", member.number, how, live)
         now = time.monotonic()
@@ -406,7 +406,9 @@ class ApiServerHub:
         elif isinstance(message, Serving):
             member.serving = True
         elif isinstance(message, CannotServe):
-            self._fail(error_of(message.kind, message.message) or EngineDead(f"An API server could not start: {message.message}"))
+            self._fail(
+                error_of(message.kind, message.message) or EngineDead(f"API server {member.number} could not start: {message.message}")
+            )
 
     def _add(self, member: _Member, request: NewRequest) -> None:
         relay = _Relay(self, member, request)
