@@ -475,6 +475,7 @@ class ProcessClient:
                 future.set_exception(EngineDead("The engine restarted before it answered. Try again."))
         logger.error("%s%s; %d live requests", self._who, clause(crash), len(self._live))
         self._judge(crash)
+        self._before_restart = self._stats
         while True:
             await self._discard_process()
             self._count_crash(crash)
@@ -494,7 +495,6 @@ class ProcessClient:
             await self._discard_process()
             raise
         self._state = "running"
-        self._before_restart = self._stats
         self._work_since = time.monotonic()
         logger.warning("%sThe engine is back (process %d); %d requests go on", self._who, self._process.pid, len(self._live))
         if self._suspects:

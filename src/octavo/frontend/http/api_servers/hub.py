@@ -170,6 +170,8 @@ class ApiServerHub:
         self._members = [_Member(number) for number in range(len(listen_fds))]
         self._incarnations = 0
         self._engine_ready = False
+        self._replicas = 0
+        """As many as the API servers know of."""
         self._stopping = False
         self._deaths: deque[float] = deque()
         self._gone: dict[str, list[bytes]] = {}
@@ -236,8 +238,10 @@ class ApiServerHub:
         starting.result()
         self._engine_ready = True
         self._client.on_stats = self._on_stats
+        self._replicas = self._client.stats().replicas
         for member in self._members:
             member.send(self._client.ready_report)
+        self._tell_news()
         while not all(member.serving for member in self._members):
             await asyncio.wait({self._failure}, timeout=WATCH_INTERVAL)
             if self._failure.done():
@@ -507,6 +511,10 @@ class ApiServerHub:
 
     def _tell_news(self) -> None:
         client = self._client
+        if (replicas := client.stats().replicas) != self._replicas:
+            self._replicas = replicas
+            for member in self._members:
+                member.send(client.ready_report)
         death = "" if client.death is None else str(client.death)
         news = EngineNews(client.state, client.restarts, client.engine_pid, msgspec.structs.replace(client.stats(), step_tokens=0), death)
         for member in self._members:
