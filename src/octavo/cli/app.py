@@ -17,7 +17,7 @@ from octavo._version import __version__
 from octavo.cli import INTERRUPTED
 from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.config import address_space, open_files
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, debugging
 
 
 class CommandModule(Protocol):
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     OCTAVO_DEBUG=1) shows the traceback instead.
     """
     address_space.be_frugal()
-    debug = "--debug" in argv or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
+    debug = debugging(argv)
     try:
         return _dispatch(list(argv))
     except UsageError as e:
