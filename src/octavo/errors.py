@@ -5,7 +5,9 @@ The HTTP layer maps these to status codes, the CLI prints the message alone and 
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -74,6 +76,16 @@ def error_of(kind: str, message: str) -> OctavoError | None:
     """The error that another process raised, by the name of its class; None when that is not one of ours."""
     cls = globals().get(kind)
     return cls(message) if isinstance(cls, type) and issubclass(cls, OctavoError) else None
+
+
+def debugging(argv: Sequence[str] = ()) -> bool:
+    """Whether tracebacks are asked for: OCTAVO_DEBUG, or --debug in a command line."""
+    return "--debug" in argv or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
+
+
+def clause(error: Exception) -> str:
+    """What an error says, to go on with in the same sentence: without its full stop."""
+    return str(error).rstrip().removesuffix(".")
 
 
 def plain_text(message: str) -> str:

@@ -177,6 +177,16 @@ def test_a_stopped_rank_elsewhere_is_noticed_and_named(model: Path, hosts: tuple
     (rank,) = ranks(far)
     assert tokens(tmp_path, PROMPTS[0], 400, rank.suspend) == alone(model, PROMPTS[:1], 400)[0]
     assert "Rank 1 (node 1, 10.231.0.2) has not been heard of for 10 s: it is stopped" in near.log
+    assert "was ended by" not in far.log, "it was us who ended it"
+
+
+def test_a_killed_rank_elsewhere_is_put_down_to_the_signal_there(model: Path, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    near, far = start(hosts[0], model, 0), start(hosts[1], model, 1)
+    near.wait_for("Listening on")
+    (rank,) = ranks(far)
+    assert tokens(tmp_path, PROMPTS[0], 400, rank.kill) == alone(model, PROMPTS[:1], 400)[0]
+    assert "Rank 1 (node 1, 10.231.0.2) has ended, or its host has" in near.log
+    assert "ERROR" in far.log and "Rank 1 was ended by SIGKILL (often the kernel's way" in far.log
 
 
 def test_an_interface_that_is_not_there_is_said(model: Path, hosts: tuple[Host, Host]) -> None:

@@ -68,7 +68,7 @@ async def test_a_killed_rank_is_a_pause_for_streams(tmp_path: Path, caplog: pyte
         async with asyncio.timeout(60):  # on a busy machine all tokens may have been there before it was killed
             while llm.engine_pid in (None, first):
                 await asyncio.sleep(0.1)
-        assert "Rank 1 was ended by signal 9" in caplog.text
+        assert "Rank 1 was ended by SIGKILL" in caplog.text
         new = ranks(llm)
     assert not any(process.is_running() for process in [rank, *new])
 
@@ -117,6 +117,41 @@ def test_offline_the_requests_under_way_fail_with_the_reason_and_nobody_waits(tm
             outputs = llm.generate([PROMPT] * 4, SamplingParams(max_tokens=500, ignore_eos=True, temperature=0))
     assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
     assert not rank.is_running()
+
+
+LOSES_A_RANK = """
+import os, psutil, signal, sys, threading
+from octavo import LLM, SamplingParams
+from octavo.errors import EngineDead
+
+with LLM(**{settings}) as llm:
+    (rank,) = [child for child in psutil.Process().children() if "octavo.engine.rank" in child.cmdline()]
+    threading.Timer(0.3, rank.kill).start()
+    prompts = [{{"prompt_token_ids": [5, 6, 7]}}] * 40
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=500, ignore_eos=True, temperature=0))
+    assert {{o.outputs[0].finish_reason for o in outputs}} >= {{"error"}}, outputs[-1]
+    assert "Rank 1 was ended by SIGKILL" in outputs[-1].outputs[0].error
+    for _ in range(2):
+        try:
+            llm.generate(prompts)
+        except EngineDead as e:
+            print(e)
+"""
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_offline_a_killed_rank_is_one_line_and_later_calls_say_so(tmp_path: Path, debug: bool) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LOSES_A_RANK.format(settings=settings(tmp_path)))
+    env = {**os.environ, "OCTAVO_DEBUG": "1" if debug else ""}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=False, env=env)
+    line = "Rank 1 was ended by SIGKILL (often the kernel's way to say that memory ran out)."
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"The engine of this LLM is gone: {line} Make a new one."] * 2
+    if debug:
+        assert "Traceback" in done.stderr
+    else:
+        assert done.stderr.splitlines() == [line]
 
 
 @pytest.mark.parametrize(

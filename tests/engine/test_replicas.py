@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
-from octavo.errors import ConfigError, EngineDead
-from octavo.frontend.replicas import ReplicasClient
+from octavo.errors import ConfigError, EngineDead, OctavoError
+from octavo.frontend.replicas import ReplicasClient, make_client
+from tests.support.engine_client import ROOT
+from tests.support.engine_config import tiny_config
 from tests.support.scripts import scripted_args, token_ids
 from tests.support.tiny_models import save_tiny
 
@@ -104,6 +106,27 @@ async def test_streams_of_a_replica_that_is_given_up_go_on_with_the_others(tmp_p
                 await stream
         with pytest.raises(EngineDead):
             llm.check_health()
+
+
+async def test_a_replica_that_cannot_start_is_named(tmp_path: Path) -> None:
+    llm = AsyncLLM.from_engine_args(scripted_args(tmp_path, default="Hello", data_parallel_size=3))
+    killed = cast("ReplicasClient", llm._client).engine_pids[1]
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(EngineDead, match=r"^Replica 1: The engine could not start: the engine process was ended by SIGKILL"):
+        await llm.wait_ready()
+    await llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("builder", "words"),
+    [("build_refuses", "^model.safetensors is truncated"), ("build_dies", "^Replica [01]: The engine could not start")],
+)
+async def test_what_is_wrong_with_the_model_is_not_a_replicas_fault(builder: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(ROOT) / "src"), ROOT]))
+    client = make_client(tiny_config(data_parallel_size=2), builder=f"tests.support.scripted_engine:{builder}")
+    with pytest.raises(OctavoError, match=words):
+        await client.start()
 
 
 async def test_a_request_that_ends_engines_fails_alone(tmp_path: Path) -> None:

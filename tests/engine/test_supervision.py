@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -301,16 +302,26 @@ async def test_crashes_without_a_cause_end_in_engine_dead() -> None:
             await client.ping()
 
 
-async def test_an_engine_that_does_not_come_back_ends_in_engine_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("builder", "words"),
+    [
+        ("build_once", "gone: the engine process ended with exit code 78 while it started; it failed 3 times in 10 minutes, so"),
+        ("build_once_then_refuses", "gone: model.safetensors is truncated: .* the end of the file; it failed 3 times in 10 minutes, so"),
+    ],
+)
+async def test_an_engine_that_does_not_come_back_ends_in_engine_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builder: str, words: str
+) -> None:
     monkeypatch.setenv("OCTAVO_TEST_MARKER", str(tmp_path / "marker"))
     config = tiny_config(engine_restarts=2)
-    async with scripted_client(config, builder="tests.support.scripted_engine:build_once") as client:
+    async with scripted_client(config, builder=f"tests.support.scripted_engine:{builder}") as client:
         sink = RecordingSink()
         client.add(request("a", [SLOW, 1]), sink)
         await sink.until(lambda s: bool(s.tokens))
         kill_engine(client)
         await sink.done()
         assert isinstance(sink.error, EngineDead)
+        assert re.search(words, str(sink.error))
         assert client.state == "dead"
 
 

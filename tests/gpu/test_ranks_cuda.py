@@ -200,5 +200,5 @@ def test_a_lost_rank_is_a_pause_for_streams(loss: str, caplog: pytest.LogCapture
         return rank
 
     rank = together(twice, **TENSOR, max_model_len=512)
-    assert ("Rank 1 was ended by signal 9" if loss == "kill" else "has been stopped for ") in caplog.text
+    assert ("Rank 1 was ended by SIGKILL" if loss == "kill" else "has been stopped for ") in caplog.text
     assert not rank.is_running()

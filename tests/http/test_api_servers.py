@@ -364,6 +364,27 @@ def test_one_that_a_signal_has_stopped_is_replaced_in_seconds(checkpoint: Path, 
             assert wait_until(lambda: gone(victim) and len(api_servers(server)) == 2, 20)
             assert kept.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
         assert f"(process {victim}) has been stopped for " in server.log
+        assert "was ended by SIGKILL; 0 of its requests" in server.log, "it was us: nobody need think of memory"
+
+
+@pytest.mark.parametrize("api_server_count", [1, 2])
+def test_the_caches_size_is_that_of_the_replicas_that_are_left(checkpoint: Path, tmp_path: Path, api_server_count: int) -> None:
+    config = scripted_engine(checkpoint, tmp_path, SCRIPT, data_parallel_size=2, engine_restarts=0)
+    with server_process(tmp_path, config, api_server_count=api_server_count) as server:
+        server.wait_ready()
+
+        def blocks() -> tuple[int, int, int]:
+            text = server.http.get("/metrics").text
+            found = re.search(r'^vllm:cache_config_info{.*num_gpu_blocks="(\d+)"', text, re.M)
+            assert found is not None
+            return int(found[1]), *(int(server.metric(f"octavo:{name}")) for name in ("kv_blocks_total", "replicas"))  # type: ignore[return-value]
+
+        whole, usable, replicas = blocks()
+        assert (usable, replicas) == (whole - 2, 2), "before the first request"
+        victim = next(p for p in psutil.Process(server.process.pid).children() if "octavo.engine.process" in p.cmdline())
+        victim.kill()
+        assert wait_until(lambda: blocks() == (whole // 2, whole // 2 - 1, 1)), blocks()
+        assert server.http.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
 
 
 def test_a_background_response_whose_server_dies_has_failed(checkpoint: Path, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.http.test_disconnect import reset
@@ -211,6 +214,34 @@ def test_sigterm_lets_requests_finish(long_checkpoint: Path, tmp_path: Path) -> 
         assert server.wait() == 0
         assert wait_until(lambda: all(gone(pid) for pid in engine))
         assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_a_signal_while_the_engine_loads(checkpoint: Path, number: signal.Signals, code: int, api_servers: int) -> None:
+    command = [
+        sys.executable, "-m", "octavo", "serve", str(checkpoint), "--load-format", "dummy", "--device", "cpu", "--port", "0",
+        "--api-server-count", str(api_servers),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert wait_until(lambda: len(psutil.Process(process.pid).children()) == (3 if api_servers > 1 else 1), 30)
+            engine = psutil.Process(process.pid).children()
+            for child in engine:
+                child.suspend()  # it loads for as long as we like
+            assert wait_until(lambda: _catches(process.pid, signal.SIGTERM), 30), "the server's own handlers are there"
+            process.send_signal(number)
+            out, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, "Traceback" in out) == (code, False), out
+    assert wait_until(lambda: not any(child.is_running() for child in engine))
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])

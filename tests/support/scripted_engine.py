@@ -191,9 +191,21 @@ def build_dies(config: EngineConfig, progress: Callable[[str, int, int], None], 
 
 def build_once(config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object) -> tuple[ScriptedCore, EngineReady]:
     """Starts the first time only: OCTAVO_TEST_MARKER names a file that it leaves behind."""
+    _once(lambda: os._exit(78))
+    return build(config, progress)
+
+
+def build_once_then_refuses(
+    config: EngineConfig, progress: Callable[[str, int, int], None], *rest: object
+) -> tuple[ScriptedCore, EngineReady]:
+    """The same, and says why not in a sentence."""
+    _once(lambda: build_refuses(config, progress))
+    return build(config, progress)
+
+
+def _once(otherwise: Callable[[], object]) -> None:
     marker = os.environ["OCTAVO_TEST_MARKER"]
     if os.path.exists(marker):
-        os._exit(78)
+        otherwise()
     with open(marker, "w"):
         pass
-    return build(config, progress)

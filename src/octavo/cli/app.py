@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, cast
 
 from octavo._version import __version__
+from octavo.cli import INTERRUPTED
 from octavo.cli.parser import CommandParser, Namespace, UsageError
 from octavo.config import address_space, open_files
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, debugging
 
 
 class CommandModule(Protocol):
@@ -62,25 +63,30 @@ def run(argv: Sequence[str]) -> int:
     OCTAVO_DEBUG=1) shows the traceback instead.
     """
     address_space.be_frugal()
-    debug = "--debug" in argv or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
+    debug = debugging(argv)
     try:
         return _dispatch(list(argv))
     except UsageError as e:
         return _fail(str(e), 2)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`octavo ... | head`). Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OctavoError as e:
-        if debug:
-            raise
-        return _fail(str(e), 1)
     except Exception as e:
         if debug:
             raise
-        return _fail(_unexpected(e), 1)
+        if _interrupted(e):
+            return INTERRUPTED
+        return _fail(str(e) if isinstance(e, OctavoError) else _unexpected(e), 1)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether it is what somebody made of Ctrl-C: a library that was being imported says that it is broken."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _unexpected(error: Exception) -> str:

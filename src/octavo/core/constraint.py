@@ -19,7 +19,7 @@ from octavo.config.address_space import why_ended
 from octavo.core.mask_turns import DECAY, SLOW_SECONDS, MaskTurns
 from octavo.core.reasoning import Marker, Phase, Reasoning, allow, forbid, marker_of
 from octavo.core.restriction import BadWords, Restriction, Spellings, drop_dead_ends
-from octavo.errors import NO_MEMORY
+from octavo.errors import NO_MEMORY, clause
 from octavo.grammar.compiler import GrammarCompiler, GrammarError, Matcher, Words
 from octavo.grammar.reach import runs_dead
 from octavo.protocol.engine import Vocabulary
@@ -365,7 +365,7 @@ class Constraints:
         except GrammarError as error:
             return str(error)
         except Exception as error:
-            return why_ended(error, f"The grammar of this request could not be compiled: {error}.")
+            return why_ended(error, f"The grammar of this request could not be compiled: {clause(error)}.")
         return ""
 
     def masks(self, slots: Int32, requests: Sequence[Request]) -> tuple[TokenMasks, dict[int, str]]:

@@ -18,7 +18,7 @@ from octavo.core.kv.manager import KVManager
 from octavo.core.kv.tables import BlockRun
 from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Family, Request, RequestState, expand
-from octavo.errors import NO_MEMORY
+from octavo.errors import NO_MEMORY, clause
 from octavo.protocol.engine import FinishReason, NewRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Lifecycle:
             if refusal is None:
                 siblings = expand(new, self.max_total, self._arrivals)
         except Exception as error:
-            refusal = why_ended(error, f"The request could not be read: {error}.")
+            refusal = why_ended(error, f"The request could not be read: {clause(error)}.")
         if refusal is not None:
             self.refuse(new, refusal)
             return

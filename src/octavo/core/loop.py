@@ -7,6 +7,7 @@ concerned end with an error, the others go on.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 
@@ -19,6 +20,7 @@ from octavo.core.lifecycle import Lifecycle
 from octavo.core.policy import WaitingQueue, make_policy
 from octavo.core.scheduler import Scheduler, plan_pairs
 from octavo.core.settle import Flight, Settler
+from octavo.errors import EngineDead, clause, debugging
 from octavo.executor.base import Executor
 from octavo.protocol.engine import AbortRequests, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta, Vocabulary
 from octavo.protocol.step import StepPlan
@@ -141,7 +143,7 @@ class EngineCore:
             self._forget_step(self._next_step)
             for request in self.batch.requests:
                 if request is not None:
-                    self.life.fail(request, why_ended(error, f"The engine could not plan a step: {error}."))
+                    self.life.fail(request, why_ended(error, f"The engine could not plan a step: {clause(error)}."))
             return None
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -149,14 +151,20 @@ class EngineCore:
         try:
             self.executor.submit(plan)
         except Exception as error:
-            logger.exception("Step %d could not be launched.", plan.step_id)
+            self._log(f"Step {plan.step_id} could not be launched.", error)
             self._forget_step(plan.step_id)
             self.batch.announce_again(plan.free_slots)
-            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {str(error).rstrip('.')}."))
+            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {clause(error)}."))
             self.life.settle(self.life.settled_step)
             return
         self.scheduler.conclude()
         self._flights.append(Flight(plan, now))
+
+    @staticmethod
+    def _log(what: str, error: Exception) -> None:
+        """Who finds that a rank is gone has said so, in a line; that all steps after it fail is nothing new."""
+        if not isinstance(error, EngineDead) or debugging(sys.argv):
+            logger.error("%s", what, exc_info=error)
 
     def _forget_step(self, step: int) -> None:
         """Step `step` will never run: what was to wait for it waits for the newest step in flight instead, or for nothing."""
@@ -173,15 +181,15 @@ class EngineCore:
             if result.step_id != plan.step_id:
                 raise RuntimeError(f"step {result.step_id} came back instead of {plan.step_id}")
         except Exception as error:
-            logger.exception("Step %d failed.", plan.step_id)
-            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {str(error).rstrip('.')}."))
+            self._log(f"Step {plan.step_id} failed.", error)
+            self.settler.fail_step(plan, why_ended(error, f"The engine failed while computing this request: {clause(error)}."))
         else:
             now = time.monotonic()
             try:
                 deltas = self.settler.settle(plan, result, now)
             except Exception as error:
                 logger.exception("Settling step %d failed.", plan.step_id)
-                self.settler.fail_rows(plan, why_ended(error, f"The engine failed on the result of this request: {error}."))
+                self.settler.fail_rows(plan, why_ended(error, f"The engine failed on the result of this request: {clause(error)}."))
             if self.scheduler.config.target_step_ms is not None:
                 seconds = result.step_seconds or (now - flight.launched if not self.inflight else 0.0)
                 self.scheduler.step_time.observe(plan.num_tokens, plan_pairs(plan), seconds)

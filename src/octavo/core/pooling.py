@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from octavo.config.types import EngineConfig
+from octavo.errors import clause
 from octavo.protocol.engine import (
     AbortRequests,
     EngineReady,
@@ -135,7 +136,7 @@ class PoolingCore:
         except Exception as error:
             if len(batch) == 1:
                 logger.exception("Pooling request %s failed.", batch[0].request_id)
-                return [f"The engine failed while computing this request: {error}."]
+                return [f"The engine failed while computing this request: {clause(error)}."]
         logger.warning("A batch of %d failed; its requests are computed one by one.", len(batch))
         return [self._pool([request])[0] for request in batch]
 

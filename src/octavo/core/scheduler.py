@@ -32,6 +32,7 @@ from octavo.core.policy import Policy, WaitingQueue
 from octavo.core.request import Request, RequestState
 from octavo.core.step_time import StepTimeModel, chunk_pairs
 from octavo.core.trial import MaskTrial
+from octavo.errors import clause
 from octavo.protocol.step import Int32, KnownTokens, SlotInit, StepPlan, TokenMasks
 
 logger = logging.getLogger(__name__)
@@ -497,7 +498,7 @@ class Scheduler:
 
     def _planning_failed(self, request: Request, error: Exception) -> None:
         logger.error("Planning request %s[%d] failed.", request.id, request.index, exc_info=error)
-        self.life.fail(request, f"The engine could not schedule this request: {error}.")
+        self.life.fail(request, f"The engine could not schedule this request: {clause(error)}.")
 
     # The plan
 

@@ -107,12 +107,14 @@ def _one_life(config: EngineConfig, patience: float, *, speaks: bool) -> tuple[R
                             failure = failure or message
     except BaseException:
         for rank in ranks:
-            rank.process.kill()
+            rank.abandon()
         raise
     finally:
         deadline = time.monotonic() + FOLLOW_SECONDS
         for rank in ranks:
             rank.end(deadline, now=failure is not None)
+            if rank.killed_by_others:  # the first host sees only that it is gone
+                logger.error("%s", rank.farewell())
     return failure, all(rank.process.returncode == 0 for rank in ranks)
 
 
@@ -122,7 +124,7 @@ def _end_stopped(ranks: list[LocalRank]) -> None:
     for rank in ranks:
         if rank.stopped_for() > SILENT_SECONDS:
             logger.error("Rank %d (process %d) is stopped, by a signal: ending it", rank.rank, rank.process.pid)
-            rank.process.kill()
+            rank.abandon()
 
 
 def _start(config: EngineConfig, rank: int, local_rank: int, patience: float, *, speaks: bool) -> LocalRank:

@@ -209,6 +209,7 @@ def main() -> int:
         gc.freeze()  # what is alive now lives as long as the process: later collections need not walk it
         gc.set_threshold(100_000, 20, 100)  # the loop makes many short-lived structs and hardly any cycles
         phases = [Phase("process", max(0.0, seconds_alive() - sum(p.seconds for p in ready.phases))), *ready.phases]
+        mailbox.send(StepOutputs(deltas=[], stats=engine.stats()))  # there are figures as soon as there is an engine
         mailbox.send(msgspec.structs.replace(ready, pid=os.getpid(), phases=phases))
         serve(engine, mailbox)
     except _Terminated:

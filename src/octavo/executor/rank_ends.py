@@ -10,7 +10,7 @@ from typing import Protocol
 from octavo.executor.door import Guest
 from octavo.executor.frames import FrameBuffer
 from octavo.executor.ring import RingWriter
-from octavo.protocol.boot import start_process
+from octavo.protocol.boot import how_it_ended, start_process
 from octavo.protocol.ranks import FromRank, RankAlive, RankBoot, RankReady, decode_up
 from octavo.protocol.stopped import STOPPED_SECONDS, StoppedClock, is_stopped
 
@@ -65,6 +65,8 @@ class LocalRank:
         self._frames = FrameBuffer()
         self.process = start_process(module, boot, pass_fds)
         self._stopped = StoppedClock(self.process.pid)
+        self._killed = False
+        """By us."""
 
     def fileno(self) -> int:
         return self._status
@@ -77,7 +79,12 @@ class LocalRank:
         return [decode_up(message) for message in self._frames.feed(data)] if data else None
 
     def farewell(self) -> str:
-        return f"Rank {self.rank} {describe_exit(self.process)}."
+        return f"Rank {self.rank} {describe_exit(self.process, by_us=self._killed)}."
+
+    @property
+    def killed_by_others(self) -> bool:
+        """A signal has ended it that was not ours."""
+        return not self._killed and (self.process.poll() or 0) < 0
 
     def stopped_for(self) -> float:
         """Seconds, as far as it has been looked at: to be asked now and then."""
@@ -97,15 +104,16 @@ class LocalRank:
         return None
 
     def abandon(self) -> None:
+        self._killed = self._killed or self.process.poll() is None
         self.process.kill()
 
     def end(self, deadline: float, *, now: bool) -> None:
         if now:
-            self.process.kill()
+            self.abandon()
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.abandon()
             self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -162,13 +170,10 @@ class LinkedRank:
         self.link.close()
 
 
-def describe_exit(process: subprocess.Popen[bytes]) -> str:
+def describe_exit(process: subprocess.Popen[bytes], *, by_us: bool = False) -> str:
     """How a rank's process ended, for people."""
     try:
         code = process.wait(2.0)
     except subprocess.TimeoutExpired:
         return "closed its end without ending"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    hint = " (often the kernel's way to say that memory ran out)" if code == -9 else ""
-    return f"was ended by signal {-code}{hint}"
+    return how_it_ended(code, by_us=by_us)

@@ -192,7 +192,9 @@ class RanksExecutor:
         except Exception as e:
             # If it failed because one of them is gone, that is the better word.
             with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None, WATCH_SECONDS)
+                known = self._changed.wait_for(lambda: self._failure is not None, WATCH_SECONDS)
+            if not known:
+                logger.exception("Rank 0 failed")
             self._fail(f"Rank 0 could not run a step that the other ranks are in: {type(e).__name__}: {e}", "")
             self._check()
             raise

@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from octavo.config.scratch import remove_scratch, scratch_folder
-from octavo.protocol.boot import GREETING, start_process
+from octavo.protocol.boot import GREETING, how_it_ended, start_process
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -74,6 +74,8 @@ class ChildProcess(Generic[Sent, Received]):
         self._decoder = msgspec.msgpack.Decoder(received)
         addresses = Addresses(inbox, outbox, threading.current_thread() is threading.main_thread())
         self._popen = start_process(module, boot(addresses), pass_fds, own_session=True)
+        self._killed = False
+        """By us."""
         self._release = weakref.finalize(self, _release, self._popen, self._folder)
 
     @property
@@ -100,19 +102,11 @@ class ChildProcess(Generic[Sent, Received]):
     def describe_exit(self) -> str:
         """How it ended, for people."""
         code = self._popen.poll()
-        if code is None:
-            return "is still running"
-        if code < 0:
-            try:
-                name = signal.Signals(-code).name
-            except ValueError:
-                name = f"signal {-code}"
-            hint = " (often the kernel's way to say that memory ran out)" if -code == signal.SIGKILL else ""
-            return f"was ended by {name}{hint}"
-        return f"ended with exit code {code}"
+        return "is still running" if code is None else how_it_ended(code, by_us=self._killed)
 
     def kill(self) -> None:
         """End it now, with everything it started."""
+        self._killed = self._popen.poll() is None
         _kill(self._popen)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, OctavoError
+from octavo.errors import EngineDead, OctavoError, clause
 from octavo.protocol.engine import AbortRequests, EngineReady, EngineStats, NewRequest, ReleaseHeld, StepOutputs, TokenDelta, Vocabulary
 
 Progress = Callable[[str, int, int], None]
@@ -106,7 +106,7 @@ class Core(Protocol):
     def shutdown(self) -> None: ...
 
 
-Builder = Callable[[EngineConfig, Progress], tuple[Core, EngineReady]]
+Builder = Callable[[EngineConfig, Progress, Callable[[str, str], None]], tuple[Core, EngineReady]]
 
 
 class InProcessClient:
@@ -115,7 +115,8 @@ class InProcessClient:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         # Not an import statement: only here does the frontend reach the composition root, and torch behind it.
         build: Builder = importlib.import_module("octavo.engine.build").build_engine
-        core, ready = build(config, progress)
+        self._death = ""
+        core, ready = build(config, progress, self._lost)
         self._core: Core | None = core
         self.ready_report: EngineReady = ready
         self._sinks: dict[str, Sink] = {}
@@ -123,6 +124,19 @@ class InProcessClient:
         self.vocabulary: Callable[[], Vocabulary] | None = None
         """What the core must know of the tokens before the first constrained request."""
         self._knows_vocabulary = False
+
+    def _lost(self, message: str, kind: str) -> None:
+        self._death = self._death or message
+
+    def check_alive(self) -> None:
+        """Raises EngineDead when there is no engine any more that could take requests."""
+        if self._death:
+            raise EngineDead(f"The engine of this LLM is gone: {clause(EngineDead(self._death))}. Make a new one.")
+
+    @property
+    def dead(self) -> bool:
+        """A rank is gone, and the engine with it."""
+        return bool(self._death)
 
     @property
     def core(self) -> Core:

@@ -115,6 +115,7 @@ class LLM:
 
         Raises:
             InvalidRequest: some prompt or parameter is not acceptable; nothing has been generated then.
+            EngineDead: a rank of this LLM ended in an earlier call. Prompts of that call end with finish_reason "error".
         """
         items = split_prompts(prompts)
         params = self._one_each(sampling_params, len(items))
@@ -203,6 +204,7 @@ class LLM:
 
     def _run(self, prepared: list[Prepared], use_tqdm: bool | None) -> list[RequestOutput]:
         client = self._open_client()
+        client.check_alive()
         with GenerationProgress(len(prepared), "Generating", use_tqdm) as bar, _interruptible() as interrupted:
             states = []
             try:
@@ -217,10 +219,11 @@ class LLM:
                 client.abort_all()
         if interrupted():
             raise KeyboardInterrupt
-        return [_final_output(state) for state in states]
+        return [_final_output(state, told=client.dead) for state in states]
 
     def _run_beams(self, searches: list[BeamSearch], use_tqdm: bool | None) -> None:
         client = self._open_client()
+        client.check_alive()
         # Held parents keep their blocks: more searches at once than fit would only evict each other.
         width = max((search.params.beam_width for search in searches), default=1)
         at_once = max(1, self.config.scheduler.max_num_seqs // width)
@@ -473,11 +476,15 @@ def _cosine(first: PoolingRequestOutput, second: PoolingRequestOutput) -> Poolin
     return PoolingRequestOutput(f"{first.request_id}_{second.request_id}", ScoringOutput(similarity(*vectors)), ids)
 
 
-def _final_output(state: RequestState) -> RequestOutput:
+def _final_output(state: RequestState, *, told: bool) -> RequestOutput:
+    """
+    Args:
+        told: why requests have failed was said once for all.
+    """
     output = state.take()
     assert output is not None
     for completion in output.outputs:
-        if completion.error is not None:
+        if completion.error is not None and not told:
             logger.error("Prompt %s, output %d failed: %s", state.request_id, completion.index, completion.error)
     return output
 

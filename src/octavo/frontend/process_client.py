@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from octavo.config.types import EngineConfig
-from octavo.errors import EngineDead, OctavoError, RequestFailed, error_of
+from octavo.errors import CheckpointError, EngineDead, OctavoError, RequestFailed, UnsupportedModel, clause, error_of
 from octavo.frontend.client import Progress, Sink, State
 from octavo.frontend.engine_process import EngineProcess
 from octavo.frontend.model_files import ModelFiles
@@ -141,7 +141,7 @@ class ProcessClient:
             await self._discard_process()
             self._state = "dead"
             self._death = EngineDead(str(e))
-            raise error_of(e.kind, str(e)) or EngineDead(f"The engine could not start: {str(e).rstrip('.')}.") from None
+            raise self._cannot_start(e) from None
         except BaseException:
             await self.close()
             raise
@@ -149,6 +149,11 @@ class ProcessClient:
         self._send_everybody()
         self._supervisor = asyncio.create_task(self._supervise(), name="octavo-engine-supervisor")
         return self._ready
+
+    def _cannot_start(self, crash: _Crash) -> OctavoError:
+        of_the_model = crash.kind in (CheckpointError.__name__, UnsupportedModel.__name__)  # so it is with every replica
+        who = "" if of_the_model else self._who
+        return error_of(crash.kind, f"{who}{crash}") or EngineDead(f"{who}The engine could not start: {clause(crash)}.")
 
     async def close(self) -> None:
         """End the engine process; live requests fail. Calling it again does nothing."""
@@ -468,8 +473,9 @@ class ProcessClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDead("The engine restarted before it answered. Try again."))
-        logger.error("%s%s; %d live requests", self._who, str(crash).rstrip("."), len(self._live))
+        logger.error("%s%s; %d live requests", self._who, clause(crash), len(self._live))
         self._judge(crash)
+        self._before_restart = self._stats
         while True:
             await self._discard_process()
             self._count_crash(crash)
@@ -489,7 +495,6 @@ class ProcessClient:
             await self._discard_process()
             raise
         self._state = "running"
-        self._before_restart = self._stats
         self._work_since = time.monotonic()
         logger.warning("%sThe engine is back (process %d); %d requests go on", self._who, self._process.pid, len(self._live))
         if self._suspects:
@@ -516,7 +521,7 @@ class ProcessClient:
         logger.error("Request %s is taken for the cause and is not tried again", guilty.sink.request_id)
         guilty.sink.on_error(
             RequestFailed(
-                f"Request {guilty.sink.request_id} was running every time the engine process failed ({crash}). It is taken for the "
+                f"Request {guilty.sink.request_id} was running every time the engine process failed ({clause(crash)}). It is taken for the "
                 "cause and is not tried again; all other requests go on."
             )
         )
@@ -529,13 +534,12 @@ class ProcessClient:
         allowed = self._config.reliability.restarts
         if len(self._crash_times) > allowed:
             tries = f"it failed {len(self._crash_times)} times in {RESTART_WINDOW / 60:.0f} minutes" if allowed else "restarts are off"
-            raise EngineDead(f"The engine is gone: {crash}; {tries}, so it is not restarted.")
+            raise EngineDead(f"The engine is gone: {clause(crash)}; {tries}, so it is not restarted.")
 
     def _check_files(self, crash: _Crash) -> None:
         if (change := self._files.changed()) is not None:
-            why = str(crash).rstrip(".")
             raise EngineDead(
-                f"The engine is gone: {why}; {change}, so it is not loaded again behind the old tokenizer. Restart the server."
+                f"The engine is gone: {clause(crash)}; {change}, so it is not loaded again behind the old tokenizer. Restart the server."
             )
 
     def _fail_all(self, error: OctavoError) -> None:

@@ -170,12 +170,12 @@ class Metrics(Collector):
         max_model_len: int,
         block_size: int,
         stats: Callable[[], EngineStats],
-        cache_info: Mapping[str, str] | None = None,
+        cache_info: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._labels = (model_name, "0")
         self._stats = stats
         self._block_size = block_size
-        self._cache_info = dict(cache_info or {})
+        self._cache_info = cache_info
         self._max_model_len = max_model_len
         self._counts = FrontCounts(max_model_len)
         self._last_step = -1
@@ -293,8 +293,9 @@ class Metrics(Collector):
             counter = CounterMetricFamily(name, help_text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
-        info = GaugeMetricFamily("vllm:cache_config_info", "The cache's configuration, as labels.", labels=("engine", *self._cache_info))
-        info.add_metric((self._labels[1], *self._cache_info.values()), 1)
+        cache = self._cache_info()
+        info = GaugeMetricFamily("vllm:cache_config_info", "The cache's configuration, as labels.", labels=("engine", *cache))
+        info.add_metric((self._labels[1], *cache.values()), 1)
         yield info
         lora = GaugeMetricFamily(
             "vllm:lora_requests_info", "Requests by LoRA adapter.", labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters")

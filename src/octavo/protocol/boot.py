@@ -79,6 +79,22 @@ def start_process(module: str, boot: object, pass_fds: Sequence[int], *, own_ses
     return process
 
 
+def how_it_ended(code: int, *, by_us: bool = False) -> str:
+    """What a process's exit code means, for people.
+
+    Args:
+        by_us: we have killed it, so that nobody need look for who did.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (often the kernel's way to say that memory ran out)" if -code == signal.SIGKILL and not by_us else ""
+    return f"was ended by {name}{hint}"
+
+
 def die_with_starter() -> None:
     """The kernel ends us with the thread that started us."""
     if sys.platform == "linux":

@@ -125,6 +125,55 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert done.stdout.startswith("usage: octavo serve")
 
 
+@pytest.mark.parametrize("where", ["octavo/cli/app.py", "octavo/cli/streams.py", "octavo/config/args.py"])
+def test_ctrl_c_while_a_command_is_imported_exits_130_without_a_word(where: str, tmp_path: Path) -> None:
+    """It comes when the file is read."""
+    assert _interrupted(
+        tmp_path,
+        f"""
+def read(event, args):
+    if event == "open" and str(args[0]).replace(".pyc", ".py").replace("__pycache__/", "").replace(".cpython-311", "").endswith({where!r}):
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(read)
+""",
+    ) == (130, "")
+
+
+def test_ctrl_c_that_a_library_makes_an_error_of_exits_130_without_a_word(tmp_path: Path) -> None:
+    assert _interrupted(
+        tmp_path,
+        """
+def load(command):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    except BaseException:
+        raise ImportError("this library is broken")
+import octavo.cli.app
+octavo.cli.app.Command.load = load
+""",
+    ) == (130, "")
+
+
+def test_ctrl_c_in_an_exec_exits_130_and_not_by_the_signal(tmp_path: Path) -> None:
+    """Python would end itself with SIGINT, though it was caught."""
+    assert _interrupted(
+        tmp_path,
+        """
+import octavo.cli.app
+octavo.cli.app.Command.load = lambda command: exec("os.kill(os.getpid(), signal.SIGINT); time.sleep(10)")
+""",
+    ) == (130, "")
+
+
+def _interrupted(folder: Path, prepare: str) -> tuple[int, str]:
+    """Exit code and stderr of `octavo serve`, started as a module after some preparation."""
+    code = f"import os, signal, sys, time\nfrom octavo.cli import main\n{prepare}\nsys.argv = ['octavo', 'serve']\nsys.exit(main())"
+    (folder / "command.py").write_text(code)
+    done = subprocess.run([sys.executable, "-m", "command"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
 def test_ctrl_c_exits_130_without_a_word(tmp_path: Path) -> None:
     """`models pull` waits for the lock that we hold; Ctrl-C ends it."""
     import fcntl

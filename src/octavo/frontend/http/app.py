@@ -126,13 +126,16 @@ def _add_layers(app: FastAPI, settings: ServerSettings, metrics: Metrics) -> Non
 
 def _metrics(llm: AsyncLLM, model_name: str) -> Metrics:
     ready, config = llm.ready_report, llm.config
-    cache_info = {
-        "block_size": str(ready.block_size),
-        "num_gpu_blocks": str(ready.num_blocks),
-        "cache_dtype": ready.kv_dtype,
-        "enable_prefix_caching": str(config.cache.prefix_caching),
-        "gpu_memory_utilization": str(config.cache.memory_utilization),
-    }
+
+    def cache_info() -> dict[str, str]:
+        return {
+            "block_size": str(ready.block_size),
+            "num_gpu_blocks": str(llm.ready_report.num_blocks),  # fewer once a replica is given up
+            "cache_dtype": ready.kv_dtype,
+            "enable_prefix_caching": str(config.cache.prefix_caching),
+            "gpu_memory_utilization": str(config.cache.memory_utilization),
+        }
+
     metrics = Metrics(model_name, ready.max_model_len, ready.block_size, llm.stats, cache_info)
     llm.add_listener(metrics.finished)
     return metrics

@@ -67,6 +67,7 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
 
     Raises:
         OctavoError: the server cannot start, or its engine is gone for good (EngineDead); the message is for the user.
+        KeyboardInterrupt: Ctrl-C before it could serve.
     """
     configure_logging(settings.log_format, settings.uvicorn_log_level, settings.log_config_file)
     if args.disable_log_stats:
@@ -84,10 +85,12 @@ def serve(args: EngineArgs, settings: ServerSettings, *, report: Report | None =
             from octavo.frontend.http.api_servers.main import main_process
 
             main = stack.enter_context(main_process(args, settings, sockets, progress))
-            runner.run(main.run(report))
+            interrupted = runner.run(main.run(report))
         else:
             llm = AsyncLLM.from_engine_args(args, progress=progress)
-            runner.run(_main(llm, settings, sockets[0], report, progress))
+            interrupted = runner.run(_main(llm, settings, sockets[0], report, progress))
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _allow_many_connections() -> None:
@@ -229,8 +232,11 @@ class Signals:
 
     def __init__(self, *steps: Callable[[], None]) -> None:
         self._steps = list(steps)
+        self.first: signal.Signals | None = None
+        """Of those that came since they were installed."""
 
-    def __call__(self) -> None:
+    def __call__(self, number: signal.Signals | None = None) -> None:
+        self.first = self.first or number
         step = self._steps[0]
         if len(self._steps) > 1:
             del self._steps[0]
@@ -241,7 +247,7 @@ class Signals:
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
         for s in signals:
-            loop.add_signal_handler(s, self)
+            loop.add_signal_handler(s, self, s)
         try:
             yield
         finally:
@@ -249,16 +255,18 @@ class Signals:
                 loop.remove_signal_handler(s)
 
 
-async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, report: Report, progress: Progress | None) -> None:
+async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, report: Report, progress: Progress | None) -> bool:
+    """Whether Ctrl-C ended it before there was a server."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
-    with Signals(stop.set, stop_now.set, lambda: os._exit(1)).installed():
+    signals = Signals(stop.set, stop_now.set, lambda: os._exit(1))
+    with signals.installed():
         try:
             # Only now: the engine loads while this process imports the web framework.
             from octavo.frontend.http.app import build_app
             from octavo.frontend.http.conversation import log_notes
 
             if not await _ready_before(stop, llm, progress):
-                return
+                return signals.first == signal.SIGINT
             app = build_app(llm, settings, served_model_names=llm.args.served_model_name)
             server = Uvicorn(uvicorn_config(app, settings))
             report(llm.ready_report, llm.config, settings)
@@ -278,6 +286,7 @@ async def _main(llm: AsyncLLM, settings: ServerSettings, sock: socket.socket, re
                 await context.close()
         finally:
             await _end(llm)
+    return False
 
 
 class Mortal(Protocol):

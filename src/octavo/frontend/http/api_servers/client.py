@@ -202,7 +202,9 @@ class RelayedClient:
                 self._drop(message.request_id)
                 sink.on_error(error_of(message.kind, message.message) or RequestFailed(message.message))
         elif isinstance(message, EngineReady):
-            self._report, self._state = message, "running"
+            self._report = message  # a later one when a replica has been given up
+            if self._state == "starting":
+                self._state = "running"
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, Question):

@@ -170,6 +170,8 @@ class ApiServerHub:
         self._members = [_Member(number) for number in range(len(listen_fds))]
         self._incarnations = 0
         self._engine_ready = False
+        self._replicas = 0
+        """As many as the API servers know of."""
         self._stopping = False
         self._deaths: deque[float] = deque()
         self._gone: dict[str, list[bytes]] = {}
@@ -236,8 +238,10 @@ class ApiServerHub:
         starting.result()
         self._engine_ready = True
         self._client.on_stats = self._on_stats
+        self._replicas = self._client.stats().replicas
         for member in self._members:
             member.send(self._client.ready_report)
+        self._tell_news()
         while not all(member.serving for member in self._members):
             await asyncio.wait({self._failure}, timeout=WATCH_INTERVAL)
             if self._failure.done():
@@ -346,7 +350,7 @@ class ApiServerHub:
         if self._stopping:
             return
         if not was_serving and not self._engine_ready:
-            self._fail(EngineDead(f"An API server {how} while it started."))
+            self._fail(EngineDead(f"API server {member.number} {how} while it started."))
             return
         logger.error("API server %d %s; %d of its requests end with it. Another takes its place.", member.number, how, live)
         now = time.monotonic()
@@ -406,7 +410,9 @@ class ApiServerHub:
         elif isinstance(message, Serving):
             member.serving = True
         elif isinstance(message, CannotServe):
-            self._fail(error_of(message.kind, message.message) or EngineDead(f"An API server could not start: {message.message}"))
+            self._fail(
+                error_of(message.kind, message.message) or EngineDead(f"API server {member.number} could not start: {message.message}")
+            )
 
     def _add(self, member: _Member, request: NewRequest) -> None:
         relay = _Relay(self, member, request)
@@ -505,6 +511,10 @@ class ApiServerHub:
 
     def _tell_news(self) -> None:
         client = self._client
+        if (replicas := client.stats().replicas) != self._replicas:
+            self._replicas = replicas
+            for member in self._members:
+                member.send(client.ready_report)
         death = "" if client.death is None else str(client.death)
         news = EngineNews(client.state, client.restarts, client.engine_pid, msgspec.structs.replace(client.stats(), step_tokens=0), death)
         for member in self._members:

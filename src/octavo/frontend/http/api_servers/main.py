@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,8 +57,11 @@ class MainProcess:
         self._hub = hub
         self._progress = progress
 
-    async def run(self, report: Report) -> None:
+    async def run(self, report: Report) -> bool:
         """Serve until SIGTERM or SIGINT.
+
+        Returns:
+            whether Ctrl-C ended it before there was a server.
 
         Raises:
             OctavoError: the server cannot start, or cannot go on: its engine is gone for good, or API servers keep ending.
@@ -65,14 +69,17 @@ class MainProcess:
         from octavo.frontend.http.server import Signals
 
         stop, stop_now = asyncio.Event(), asyncio.Event()
-        with Signals(stop.set, stop_now.set, lambda: os._exit(1)).installed():
+        signals = Signals(stop.set, stop_now.set, lambda: os._exit(1))
+        with signals.installed():
             try:
-                await self._serve(stop, stop_now, report)
+                served = await self._serve(stop, stop_now, report)
+                return not served and signals.first == signal.SIGINT
             finally:
                 await self._hub.close()
                 await self._client.close()
 
-    async def _serve(self, stop: asyncio.Event, stop_now: asyncio.Event, report: Report) -> None:
+    async def _serve(self, stop: asyncio.Event, stop_now: asyncio.Event, report: Report) -> bool:
+        """Whether it came to that."""
         from octavo.frontend.http.server import death_of, server_url
 
         hub, settings = self._hub, self._settings
@@ -84,7 +91,7 @@ class MainProcess:
             begun: set[asyncio.Future[Any]] = {starting, stopping}
             await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
-                return
+                return False
             starting.result()
             ready, config = self._client.ready_report, self._launch.config
             if ready.max_model_len != config.model.max_model_len:  # `auto` took what fits
@@ -101,6 +108,7 @@ class MainProcess:
             await self._drain(insisting)
             if dying.done():
                 raise dying.result()
+            return True
         finally:
             await cancel(starting, stopping, insisting, *(task for task in (reporter, failing, dying) if task is not None))
 
