@@ -83,8 +83,8 @@ def debugging(argv: Sequence[str] = ()) -> bool:
     return "--debug" in argv or os.environ.get("OCTAVO_DEBUG", "") not in ("", "0")
 
 
-def clause(error: Exception) -> str:
-    """What an error says, to go on with in the same sentence: without its full stop."""
+def clause(error: Exception | str) -> str:
+    """What an error says, or said, to go on with in the same sentence: without its full stop."""
     return str(error).rstrip().removesuffix(".")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,12 @@ def layout_of(config: EngineConfig, layers: tuple[LayerSpec, ...], whole: tuple[
         layout = cache_layout(whole, config.model.max_model_len, kernels.reads_before_window, two_kinds=False)
         return replace(layout, first=tuple(range(len(layers))))
     return cache_layout(layers, config.model.max_model_len, kernels.reads_before_window, two_kinds=True)
+
+
+def block_bytes(config: EngineConfig, layers: tuple[LayerSpec, ...]) -> Callable[[tuple[int, ...]], int]:
+    """What gives the bytes of a cache block of some of `layers`, by their numbers."""
+    kernels, dtype = attention_class(config, layers), getattr(torch, config.cache.dtype)
+    return lambda members: int(kernels.bytes_per_block(tuple(layers[i] for i in members), config.cache.block_size, dtype))
 
 
 def wasted_windows(config: EngineConfig, layout: CacheLayout) -> str | None:

@@ -131,7 +131,7 @@ class InProcessClient:
     def check_alive(self) -> None:
         """Raises EngineDead when there is no engine any more that could take requests."""
         if self._death:
-            raise EngineDead(f"The engine of this LLM is gone: {clause(EngineDead(self._death))}. Make a new one.")
+            raise EngineDead(f"The engine of this LLM is gone: {clause(self._death)}. Make a new one.")
 
     @property
     def dead(self) -> bool:

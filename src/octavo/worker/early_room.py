@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from octavo.attention.base import LayerSpec
-from octavo.attention.select import attention_class, layout_of
+from octavo.attention.select import block_bytes, layout_of
 from octavo.config.types import EngineConfig
 from octavo.errors import ConfigError
 from octavo.models.loader import CheckRoom
@@ -32,16 +32,12 @@ def early_room(config: EngineConfig, device: torch.device) -> CheckRoom:
     """What raises ConfigError where the longest request does not fit."""
 
     def check(spec: ModelSpec, layers: tuple[LayerSpec, ...], weights: int) -> None:
-        kernels, cache_dtype = attention_class(config, layers), getattr(torch, config.cache.dtype)
-
-        def block_bytes(members: tuple[int, ...]) -> int:
-            return int(kernels.bytes_per_block(tuple(layers[i] for i in members), config.cache.block_size, cache_dtype))
-
+        bytes_of = block_bytes(config, layers)
         budget, layout = _at_most(config, device, spec, weights), layout_of(config, layers, spec.layer_specs)
-        size = size_kinds(config, budget, layout, block_bytes)
+        size = size_kinds(config, budget, layout, bytes_of)
         # A size that was asked for, and is not there: on a GPU no more memory will come.
         if device.type == "cuda" and config.cache.sized:
-            shape = shape_of(size, layout, block_bytes, config.cache.block_size, 0)
+            shape = shape_of(size, layout, bytes_of, config.cache.block_size, 0)
             if (asked := cache_bytes(shape)) > CudaMemory.now(device).free:
                 raise ConfigError(cannot_allocate(config, budget, size.num_blocks, asked))
 

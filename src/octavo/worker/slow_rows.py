@@ -7,6 +7,7 @@ shapes, the card and the library, so it is measured when a model starts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -54,27 +55,23 @@ def product_seconds(
             break
         taken.append(layer)
         size += sum(linear.weight.nbytes for linear in layer)
+    groups = [([linear for layer in taken for linear in layer], len(layers) / len(taken))]
+    if head is not None:
+        groups.append(([head], 1.0))
+    widths = {linear.weight.in_features for linears, _ in groups for linear in linears}
     times: dict[int, float] = {}
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     generator = torch.Generator(device).manual_seed(0)  # zeros would be multiplied faster
     for rows in numbers:
-        widths = {linear.weight.in_features for layer in taken for linear in layer} | (
-            {head.weight.in_features} if head is not None else set()
-        )
         inputs = {width: torch.randn(rows, width, dtype=dtype, device=device, generator=generator) for width in widths}
-
-        def multiply(linears: Sequence[Linear], inputs: Mapping[int, torch.Tensor] = inputs) -> Callable[[], None]:
-            def run() -> None:
-                for linear in linears:
-                    linear(inputs[linear.weight.in_features])
-
-            return run
-
-        times[rows] = _seconds(multiply([linear for layer in taken for linear in layer]), stream) * len(layers) / len(taken)
-        if head is not None:
-            times[rows] += _seconds(multiply([head]), stream)
+        times[rows] = sum(share * _seconds(functools.partial(_multiply, linears, inputs), stream) for linears, share in groups)
     torch._C._cuda_clearCublasWorkspaces()  # the one of this stream would stay
     return times
+
+
+def _multiply(linears: Sequence[Linear], inputs: Mapping[int, torch.Tensor]) -> None:
+    for linear in linears:
+        linear(inputs[linear.weight.in_features])
 
 
 def _seconds(work: Callable[[], None], stream: torch.cuda.Stream) -> float:

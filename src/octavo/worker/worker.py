@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBackend, Calibrated, GraphAttention, GraphShape
-from octavo.attention.select import attention_class, layout_of, make_attention, wasted_windows
+from octavo.attention.select import block_bytes, layout_of, make_attention, wasted_windows
 from octavo.checkpoint import text_part
 from octavo.config.sizes import format_bytes
 from octavo.config.types import EngineConfig
@@ -92,7 +92,6 @@ class Worker:
         if self._device.index is not None:  # one of several GPUs
             torch.cuda.set_device(self._device)
         config = self._config = measured_device(config, self._device)
-        self._cache_dtype: torch.dtype = getattr(torch, config.cache.dtype)
         self._launched: deque[Launched | StepResult] = deque()
         self._phases: list[Phase] = []
         self._inner = 0.0
@@ -285,13 +284,8 @@ class Worker:
         logger.info("Start: %s took %.2f s", name, seconds)
 
     def _size_cache(self, budget: Budget) -> tuple[CacheSize, CacheShape]:
-        layers, layout, block_size = self._model.layer_specs, self._layout, self._config.cache.block_size
-        kernels = attention_class(self._config, layers)
-
-        def block_bytes(members: tuple[int, ...]) -> int:
-            return int(kernels.bytes_per_block(tuple(layers[i] for i in members), block_size, self._cache_dtype))
-
-        size = size_kinds(self._config, budget, layout, block_bytes)
+        layout, block_size, bytes_of = self._layout, self._config.cache.block_size, block_bytes(self._config, self._model.layer_specs)
+        size = size_kinds(self._config, budget, layout, bytes_of)
         everywhere = self._ranks.smallest
         free = self._config.device.free_bytes
         least, most = everywhere(free), -everywhere(-free)
@@ -303,7 +297,7 @@ class Worker:
             sliding_blocks=everywhere(size.sliding_blocks),
             max_model_len=everywhere(size.max_model_len),
         )
-        return size, shape_of(size, layout, block_bytes, block_size, self._tables.first_column)
+        return size, shape_of(size, layout, bytes_of, block_size, self._tables.first_column)
 
     def _make_attention(self, num_blocks: int, sliding_blocks: int) -> AttentionBackend:
         model = self._model

@@ -347,32 +347,31 @@ INLINE void dense_mma(float (&d)[COLUMNS / 2], u32 x, u32 w, int byte) {
   }
 }
 #else
-template <int count>
-INLINE void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u32 tile, int byte) {
+// number(column, k): of the other operand.
+template <int count, typename Number>
+INLINE void warpgroup_mma_with(float (&d)[count], const u32 (&a)[4], Number number) {
   int lane = current & 31;
-  if (tile % 1024) abort();
   show(a, 0, 0);
   for (int i = 0; i < count; i++) {
     int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
     float sum = 0;
-    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(swizzled<u16>(tile, column, byte + 2 * k));
+    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(number(column, k));
     d[i] += sum;
   }
   warp_barrier();
 }
+template <int count>
+INLINE void warpgroup_mma(float (&d)[count], const u32 (&a)[4], u32 tile, int byte) {
+  if (tile % 1024) abort();
+  warpgroup_mma_with(d, a, [&](int column, int k) { return swizzled<u16>(tile, column, byte + 2 * k); });
+}
 // The same with 16 numbers of each row that lie eight rows by eight numbers together.
 template <int count>
 INLINE void warpgroup_mma_plain(float (&d)[count], const u32 (&a)[4], u32 tile) {
-  int lane = current & 31;
   if (tile % 16) abort();
-  show(a, 0, 0);
-  for (int i = 0; i < count; i++) {
-    int row = lane / 4 + (i >> 1 & 1) * 8, column = (i >> 2) * 8 + lane % 4 * 2 + (i & 1);
-    float sum = 0;
-    for (int k = 0; k < 16; k++) sum += operand_a(row, k) * widened(checked<u16>(shared_memory + tile + column / 8 * 256 + k / 8 * 128 + column % 8 * 16 + k % 8 * 2));
-    d[i] += sum;
-  }
-  warp_barrier();
+  warpgroup_mma_with(d, a, [&](int column, int k) {
+    return checked<u16>(shared_memory + tile + column / 8 * 256 + k / 8 * 128 + column % 8 * 16 + k % 8 * 2);
+  });
 }
 // The same with bytes: rows of x have their upper and lower ones in two columns.
 template <int count>
