@@ -36,6 +36,8 @@ def exact(value: int | float) -> bool:
         return False
     if isinstance(value, int):
         return True
+    if abs(value) >= 10**DIGITS:  # it writes a digit behind the point, which is one too many
+        return False
     _, digits, exponent = _decimal(value).normalize().as_tuple()
     return len(digits) <= DIGITS and isinstance(exponent, int) and exponent >= -PLACES
 

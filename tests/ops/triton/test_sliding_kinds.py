@@ -224,7 +224,6 @@ def test_a_worker_gives_the_same_tokens_while_old_blocks_go_to_others(
     )  # fmt: skip
     expected, _ = serve(tmp_path, length)
     monkeypatch.setattr("octavo.attention.select.attention_class", lambda *_: kernels)
-    monkeypatch.setattr("octavo.worker.worker.attention_class", lambda *_: kernels)
     monkeypatch.setattr("octavo.attention.paged_cache.rope_cache", plain_rope_cache)
     launched: list[GraphShape] = []
     if captured:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import InvalidRequest
@@ -42,6 +42,7 @@ NUMBERS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(NUMBERS)
+@example(3854779244083630.0)
 def test_a_constant_is_met_exactly_or_refused(number: float) -> None:
     if exact(number):
         assert json.loads(spelled(number)) == number
